@@ -1,8 +1,6 @@
 """Collective communication for PyTorch: NCCL on GPUs, a shared-memory engine on host memory."""
 
-from . import extensions as extensions  # first: its error says what to do
-
-# isort: split
+from . import requirements as requirements  # isort: skip  (first: it says what is missing)
 from . import backend as backend
 from . import errors
 from .comm.algorithms.tune import tune

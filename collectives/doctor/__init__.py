@@ -1,10 +1,7 @@
-"""Doctor: what this installation and this machine offer, what is wrong, and the line that mends it.
+"""``python -m collectives.doctor``: check an install and the process's surroundings.
 
-``python -m collectives.doctor`` prints a report that can be pasted into an issue. The modules of this
-package import nothing else of collectives when they are imported, so that the report is made where
-the package itself can't be: ``python .../collectives/doctor/__main__.py``.
+It prints a finding for each check and the line that mends what is wrong: docs/doctor.md. Its own
+process imports neither torch nor an extension, so it runs where these are missing or broken.
 """
 
-from .findings import Finding, Section
-
-__all__ = ["Finding", "Section"]
+__all__ = []

@@ -1,150 +1,164 @@
-"""Self-test: all-reduce on two ranks, checked, and its time beside what this machine's memory allows.
-
-It runs ``python -m collectives.bench`` with Gloo and the backend of torch.distributed beside it. Under
-a launcher with several ranks these make the test themselves, on one communicator.
-"""
+"""Self-test: real ranks that all-reduce, with the time that this node's memory lets one expect."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
-import re
-import statistics
-import subprocess
-import sys
+import signal
+import socket
 import tempfile
-import time
-from pathlib import Path
+from contextlib import ExitStack
 
-from .findings import Section
+from .finding import ERROR, OK, WARNING, Finding
+from .launching import is_launcher_variable
+from .probe import Outcome, start_python
 
-__all__ = ["examine_self_test", "expected_us", "is_launched", "test_launched_ranks"]
+__all__ = ["RANKS", "check_self_test", "expected_seconds", "run_own_ranks", "start_launched_rank"]
 
-_SMALL, _LARGE = 1 << 10, 25 << 20
-_LIMIT = 60  # seconds of the whole test; the bench prints the ranks' stacks then
-_SLOW = 5.0  # times what is expected: other programs, a quota, or ranks on one core
-_SMALL_US = 500.0  # of 1 KiB, where each rank has a core
-_LAUNCHERS = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_\w+|GROUP_\w+|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+|OMPI_\w+|PMI\w*_\w+|SLURM_\w+)"
-)
-_BENCH = "--ranks 2 --op all_reduce --sizes 1K,25M -n 5 -m 2 -w 1 --turns 2 --peers gloo,backend".split()
-_REASONS = "other programs, a cpu quota, or ranks on one core"
-_PASTE = "paste this report into an issue"
-
-
-def _copy_us(nbytes: int) -> float:
-    """Return the time of one thread's copy of so many bytes."""
-    numpy = importlib.import_module("numpy")
-    source, target = numpy.ones(nbytes, numpy.uint8), numpy.zeros(nbytes, numpy.uint8)
-    times = []
-    for _ in range(7):
-        begun = time.perf_counter()
-        numpy.copyto(target, source)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times) * 1e6
+RANKS = 2
+_SMALL, _BIG = str(1 << 10), str(25 << 20)
+_FAR_BELOW = 1 / 3
+_SLOW_CALL = 1e-3  # seconds of a small call; a switch of processes takes some microseconds
+_PROGRAM = """
+emit(stage="import collectives")
+from collectives.doctor.rank import run_rank
+run_rank(emit, {engine!r}, {parent}, {folder!r}, {timeout!r})
+"""
 
 
-def expected_us(nbytes: int, ranks: int, cores: int) -> float:
-    """Return about how long a staged all-reduce on the host takes, by this machine's own copies.
+def expected_seconds(nbytes: int, ranks: int, copy: float) -> float:
+    """Return the time of a staged all-reduce in which every byte moves at the speed of a copy.
 
-    Each rank copies its data into its slots, and reads its own and the others' while it reduces: of two
-    ranks as much traffic as two copies, of more another one. Ranks that share a core take turns.
+    ``copy``: seconds in which a rank copies ``nbytes`` while all ranks do, which reads and writes
+    them: 2 ``nbytes``. Two ranks each read theirs and write it into a slot, read both slots and
+    write the sum: 5 ``nbytes``. More ranks reduce a block each and gather: 5 + 1 / ranks. The slots
+    lie in the second-level cache, so a good result is quicker than this. One rank copies nothing.
     """
-    passes = 2 if ranks == 2 else 3
-    return passes * _copy_us(nbytes) * max(1.0, ranks / cores)
+    touched = 0 if ranks == 1 else 5 if ranks == 2 else 5 + 1 / ranks
+    return touched / 2 * copy
 
 
-def is_launched() -> bool:
-    """Return whether a launcher has started this process as one of several ranks."""
+def _program(engine: str, folder: str | None, limit: float) -> str:
+    return _PROGRAM.format(engine=engine, parent=os.getpid(), folder=folder, timeout=max(1.0, limit * 0.6))
+
+
+def start_launched_rank(engine: str, limit: float):
+    """Start the rank of this process of a launcher, which has its variables."""
+    return start_python(_program(engine, None, limit), limit)
+
+
+def run_own_ranks(engine: str, ranks: int, limit: float) -> list[Outcome]:
+    """Run ranks on this node, apart from any launcher's job; return how each ended."""
+    base = {name: value for name, value in os.environ.items() if not is_launcher_variable(name)}
+    base["COLLECTIVES_JOB_ID"] = f"doctor-{os.getpid()}-{engine}"
+    base.pop("COLLECTIVES_HOST_ID", None)
+    base |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="collectives-doctor-"))
+        started = []
+        for rank in range(ranks):
+            own = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(start_python(_program(engine, folder, limit), limit, own))
+            stack.callback(started[-1].kill)
+        return [each.wait() for each in started]
+
+
+def _resolves_own_name() -> bool:
     try:
-        return importlib.import_module("collectives.launcher").detect_launcher().size > 1
-    except Exception:  # the variables' section says what is wrong
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
         return False
+    return True
 
 
-def examine_self_test(section: Section) -> None:
-    """Run the bench on two ranks, fill in its figures, and judge them."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows.json")
-        command = [sys.executable, "-m", "collectives.bench", *_BENCH, "--timeout", str(_LIMIT), "--json", str(rows)]
-        environment = {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
-        root = str(Path(importlib.import_module("collectives").__file__).resolve().parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_LIMIT + 15, env=environment, cwd=folder
-            )
-        except subprocess.TimeoutExpired as error:
-            output = (error.stderr or b"").decode(errors="replace")
-            section.fail(f"the self-test did not end within {_LIMIT + 15} s: {output[-2000:]}", _PASTE)
-            return
-        if done.returncode or not rows.exists():
-            section.values["output"] = (done.stdout + done.stderr)[-4000:]
-            what = f"failed with exit status {done.returncode}"
-            if done.returncode == 4:
-                what = f"did not end within {_LIMIT} s: the output has the stacks of both ranks"
-            section.fail(f"the self-test {what}", _PASTE)
-            return
-        _judge(section, json.loads(rows.read_text())["rows"])
+def _rate(nbytes: str, seconds: float) -> str:
+    return f"{int(nbytes) / seconds / 1e9:.2f} GB/s"
 
 
-def _judge(section: Section, rows: list[dict]) -> None:
-    cores = len(os.sched_getaffinity(0))
-    times: dict[tuple[str, int], float] = {}
-    for row in rows:
-        if row["in_place"]:
-            times[row["engine"], row["bytes"]] = row["time_us"]
-        if row["wrong"]:
-            section.fail(f"{row['engine']}: {row['wrong']} wrong elements in a sum", _PASTE)
-    own = next(row["engine"] for row in rows if row["engine"] in ("host", "nccl"))
-    _describe(section, times[own, _SMALL], times[own, _LARGE], 2, cores, own == "host")
-    for peer, name in (("backend", 'init_process_group("collectives")'), ("gloo", "Gloo")):
-        if (peer, _SMALL) in times:
-            cells = (times[peer, _SMALL], times[peer, _LARGE])
-            section.values[name] = f"1 KiB {cells[0]:.1f} us, 25 MiB {cells[1] / 1e3:.1f} ms"
+def check_self_test(engine: str, outcomes: list[Outcome], launched: bool) -> list[Finding]:
+    """Return the findings of a run. ``outcomes``: of this process's rank where a launcher started the
+    ranks, else of all.
+    """
+    name = f"self_test.{engine}"
+    failed = [(rank, each) for rank, each in enumerate(outcomes) if each.error or each.values.get("stage")]
+    first = outcomes[0].values
+    size = first.get("size", len(outcomes))
+    values = {"engine": engine, "ranks": size, "launched": launched, **_figures(first, size)}
+    if failed and "times" not in first:
+        # A rank whose peer has ended says only that; the peer says why.
+        failed.sort(key=lambda each: "RemoteError" in each[1].error)
+        return [_describe_failure(name, failed, values, launched)]
+    text = f"{size} rank{'s' * (size != 1)} on engine {engine!r}: " + _describe(values)
+    found = [Finding(name, OK, text, values=values)]
+    if failed:
+        rank, outcome = failed[0]
+        stage = outcome.values.get("stage", "")
+        gloo = stage.startswith("Gloo")
+        values["output"] = outcome.output
+        remedy = "python -m collectives.doctor --json"
+        if gloo and not _resolves_own_name():
+            remedy = "export GLOO_SOCKET_IFNAME=lo"
+        found.append(Finding(f"{name}.torch", WARNING if gloo else ERROR,
+                             f"rank {rank}, at {stage}: {outcome.error or 'it did not end'}", remedy))  # fmt: skip
+    found += _check_figures(name, values, first)
+    return found
 
 
-def _describe(section: Section, small: float, large: float, ranks: int, cores: int, on_host: bool) -> None:
-    """Fill in the figures of an all-reduce, in microseconds, beside those that are expected."""
-    bandwidth = _LARGE / large / 1e3
-    section.values["all-reduce of 1 KiB"] = f"{small:.1f} us"
-    text = f"{large / 1e3:.2f} ms, {bandwidth:.1f} GB/s"
-    if not on_host:
-        section.values["all-reduce of 25 MiB"] = text
-        return
-    wanted = expected_us(_LARGE, ranks, cores)
-    section.values["all-reduce of 25 MiB"] = (
-        f"{text}; by this machine's copies about {wanted / 1e3:.2f} ms, {_LARGE / wanted / 1e3:.1f} GB/s"
-    )
-    slow = f"25 MiB takes {large / wanted:.1f} times what is expected" if large > _SLOW * wanted else ""
-    if not slow and small > _SMALL_US and cores >= ranks:
-        slow = f"1 KiB takes {small:.0f} us where each rank has a core"
-    if slow:
-        section.warn(f"the all-reduce of {slow}: {_REASONS}", "top, and see the cores above")
+def _figures(first: dict, size: int) -> dict:
+    """Return the times in seconds, and what is expected where the ranks are on one node's CPU."""
+    times, copy = first.get("times"), first.get("copy")
+    expected = None
+    if times and copy and first.get("nodes") == 1 and size > 1:
+        expected = expected_seconds(int(_BIG), size, copy)
+    return {
+        "latency": times and times[_SMALL], "seconds": times and times[_BIG], "expected_seconds": expected,
+        "share_of_expected": expected and expected / times[_BIG], "copy_seconds": copy, "bytes": int(_BIG),
+        "small_bytes": int(_SMALL), "c10d": first.get("c10d"), "gloo": first.get("gloo"), "nodes": first.get("nodes"),
+        "device": first.get("device"),
+    }  # fmt: skip
 
 
-def test_launched_ranks(section: Section) -> int:
-    """Make the test on the ranks that a launcher has started; return this rank. All ranks call it."""
-    collectives, torch = importlib.import_module("collectives"), importlib.import_module("torch")
-    with collectives.init(timeout=_LIMIT) as comm:
-        section.values["ranks"] = f"{comm.size}, engine {comm.engine.name}"
-        times = []
-        for nbytes in (_SMALL, _LARGE):
-            tensor = torch.full((nbytes // 4,), float(comm.rank + 1), device=comm.device)
-            comm.all_reduce(tensor)
-            if not bool((tensor == comm.size * (comm.size + 1) / 2).all()):
-                section.fail(f"a sum of {nbytes} bytes is wrong on rank {comm.rank}", _PASTE)
-            tensor.zero_()
-            found = []
-            for _ in range(10):
-                comm.barrier()
-                begun = time.perf_counter()
-                comm.all_reduce(tensor)
-                if comm.device.type == "cuda":
-                    torch.cuda.synchronize()
-                found.append((time.perf_counter() - begun) * 1e6)
-            times.append(statistics.median(found))
-        on_host = comm.engine.name == "host" and comm.local_size == comm.size
-        _describe(section, *times, comm.size, len(os.sched_getaffinity(0)), on_host)
-        return comm.rank
+def _describe(values: dict) -> str:
+    text = f"1 KiB in {values['latency'] * 1e6:.1f} us; 25 MiB in {values['seconds'] * 1e3:.2f} ms, "
+    text += _rate(_BIG, values["seconds"])
+    if values["expected_seconds"]:
+        text += (
+            f" ({_rate(_BIG, values['expected_seconds'])} expected at the speed of memory: a copy of 25 MiB takes "
+            f"{values['copy_seconds'] * 1e3:.2f} ms)"
+        )
+    for key, title in (("c10d", "dist.all_reduce on backend 'collectives'"), ("gloo", "Gloo")):
+        if values[key]:
+            text += f"; {title}: {values[key][_SMALL] * 1e6:.0f} us, {values[key][_BIG] * 1e3:.2f} ms"
+    return text + ". All sums are right"
+
+
+def _check_figures(name: str, values: dict, first: dict) -> list[Finding]:
+    found = []
+    cores = {core for each in first.get("cores", ()) for core in each}
+    crowded = values["nodes"] == 1 and 0 < len(cores) < values["ranks"]
+    share = values["share_of_expected"]
+    if share is not None and share < _FAR_BELOW:
+        reasons = "the ranks share a core" if crowded else "other programs on these cores, or a quota of the cgroup"
+        text = f"25 MiB takes {1 / share:.1f} times as long as this node's memory lets one expect; likely: {reasons}"
+        remedy = "python -m collectives.bench --ranks 2 -b 25M -e 25M   # when nothing else runs"
+        found.append(Finding(f"{name}.bandwidth", WARNING, text, remedy))
+    if values["latency"] > _SLOW_CALL and values["ranks"] > 1 and values["nodes"] == 1:
+        reasons = "the ranks share a core" if crowded else "ranks wait for a core that other programs use"
+        text = f"1 KiB takes {values['latency'] * 1e6:.0f} us; likely: {reasons}"
+        found.append(Finding(f"{name}.latency", WARNING, text, "top -b -n 1 -o %CPU | head -20"))
+    return found
+
+
+def _describe_failure(name: str, failed: list[tuple[int, Outcome]], values: dict, launched: bool) -> Finding:
+    rank, outcome = failed[0]
+    rank = outcome.values.get("rank", rank)
+    stage, error = outcome.values.get("stage", "start"), outcome.error or "it did not end"
+    values |= {"stage": stage, "error": error, "output": "\n".join(each.output for _, each in failed if each.output)}
+    text = f"rank {rank} failed at: {stage}: {error}"
+    remedy = "python -m collectives.doctor --json   # has the ranks' stacks, to paste into an issue"
+    if launched and ("did not come" in error or "not done within" in error):
+        remedy = "unset RANK WORLD_SIZE   # if this shell is no rank of a job; else start its other ranks"
+    for signal_name in ("SIGBUS", "SIGILL"):
+        if f"signal {getattr(signal, signal_name).value}" in error:
+            text += f" ({signal_name})"
+            remedy = "export COLLECTIVES_ISA=baseline" if signal_name == "SIGILL" else "df -h /dev/shm; free -m"
+    return Finding(name, ERROR, text, remedy, values)

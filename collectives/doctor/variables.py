@@ -1,75 +1,72 @@
-"""The variables of the environment that are read: of launchers, of this package, of NCCL and Gloo."""
+"""Environment variables: which are set of those that are read here, and which set nothing or can't be used.
+
+A value is shown only for these variables, and never where a name looks like that of a secret.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import re
-import socket
+import shlex
+import warnings
+from collections.abc import Mapping
 
-from .findings import Section
+from ..environment import KNOWN, check_variables
+from ..errors import InvalidArgument
+from .finding import ERROR, OK, WARNING, Finding
 
-__all__ = ["examine_variables"]
+__all__ = ["check_environment", "shown_variables"]
 
 _SHOWN = re.compile(
-    r"(RANK|WORLD_SIZE|GROUP_RANK|ROLE_RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|TORCHELASTIC_\w+|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_(RANK|NAMESPACE)|MPI_LOCAL\w+|SLURM_(PROCID|NTASKS|LOCALID"
-    r"|JOB_ID|STEP_ID|STEP_NODELIST|NNODES|NTASKS_PER_NODE)|COLLECTIVES_\w+|NCCL_\w+|GLOO_\w+|HOROVOD_\w+"
-    r"|TORCH_(NCCL|DISTRIBUTED)_\w+|CUDA_\w+|OMP_NUM_THREADS|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH)"
+    r"(COLLECTIVES|NCCL|GLOO|TORCH_NCCL|TORCH_GLOO|HOROVOD|OMP|KMP|MALLOC|CUPY)_\w+$"
+    r"|(CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|HOME|MODULE_LOADING|LAUNCH_BLOCKING)|NVIDIA_VISIBLE_DEVICES"
+    r"|MKL_NUM_THREADS|GLIBC_TUNABLES|XDG_CACHE_HOME|LD_LIBRARY_PATH|LD_PRELOAD|CONDA_PREFIX|VIRTUAL_ENV|PYTHONPATH"
+    r"|TORCH_DISTRIBUTED_DEBUG|TORCH_CPP_LOG_LEVEL|PYTORCH_CUDA_ALLOC_CONF)$"
 )
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY", re.I)
-_SECONDS = 2
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+_HIDDEN = "(not shown)"
+_PREFIX = "COLLECTIVES_"
+_OF_TESTS = "COLLECTIVES_TEST_"
 
 
-def examine_variables(section: Section) -> None:
-    """Fill in the variables that matter and are set, and what the launcher's say together."""
-    for name in sorted(os.environ):
-        if _SHOWN.fullmatch(name) and not _SECRET.search(name):
-            section.values[name] = os.environ[name]
-    if not section.values:
-        section.values["set"] = "none"
-    _examine_names(section)
+def shown_variables(environ: Mapping[str, str], names: re.Pattern = _SHOWN) -> dict[str, str]:
+    """Return the set variables with such names and their values; secrets' values are replaced."""
+    found = {}
+    for name in sorted(environ):
+        if names.match(name):
+            value = re.sub(r"://[^/@\s]*@", "://(not shown)@", environ[name])
+            found[name] = _HIDDEN if _SECRET.search(name) else value
+    return found
+
+
+def check_environment(environ: Mapping[str, str] | None = None) -> list[Finding]:
+    """Check the variables that are set. ``environ``: default ``os.environ``."""
+    env = os.environ if environ is None else environ
+    values = shown_variables(env)
+    text = " ".join(f"{name}={value}" for name, value in values.items()) or "none that is read here is set"
+    found = [Finding("variables", OK, text, values=values)]
+    for name in sorted(env):
+        if name.startswith(_PREFIX) and name not in KNOWN and not name.startswith(_OF_TESTS):
+            near = difflib.get_close_matches(name, sorted(KNOWN), 1, 0.7)
+            value = env[name] if not _SECRET.search(name) else "..."
+            found.append(
+                Finding(
+                    f"variables.{name}", WARNING,
+                    f"{name} is unknown to this version and sets nothing" + (f"; {near[0]} is known" if near else ""),
+                    f"unset {name}" + (f"; export {near[0]}={shlex.quote(value)}" if near else ""),
+                )
+            )  # fmt: skip
     try:
-        launcher = importlib.import_module("collectives.launcher")
-    except Exception:  # the installation's section says why
-        return
-    try:
-        identity = launcher.detect_launcher()
-    except ValueError as error:
-        section.fail(f"the launcher's variables contradict each other: {error}", "unset those that are left over")
-        return
-    section.values["launcher"] = f"{identity.launcher}: rank {identity.rank} of {identity.size}"
-    if identity.launcher == "alone" and os.environ.get("SLURM_NTASKS", "1") not in ("", "1"):
-        section.warn(
-            f"SLURM_NTASKS={os.environ['SLURM_NTASKS']} is set, and srun did not start this process: it is alone",
-            "srun python ..., in place of python ... in the batch script",
-        )
-    if identity.launcher == "env" and identity.size > 1 and not identity.master_addr:
-        section.warn("RANK and WORLD_SIZE are set, and MASTER_ADDR is not", "export MASTER_ADDR=... MASTER_PORT=29500")
-    if identity.rank and identity.master_addr and identity.master_port:
-        _try_master(section, identity.master_addr, identity.master_port)
+        _check_values()
+    except InvalidArgument as error:
+        named = re.search(rf"{_PREFIX}\w+", error.message)
+        found.append(Finding("variables.value", ERROR, error.message, f"unset {named[0] if named else ''}".strip()))
+    return found
 
 
-def _examine_names(section: Section) -> None:
-    try:
-        known = importlib.import_module("collectives.environment").KNOWN
-    except Exception:  # the installation's section says why
-        return
-    for name in sorted(os.environ):
-        if name.startswith("COLLECTIVES_") and name not in known and not name.startswith("COLLECTIVES_TEST_"):
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            remedy = f"unset {name}" + (f"; export {near[0]}=..." if near else "")
-            section.warn(f"{name} is unknown to this version and sets nothing", remedy)
-
-
-def _try_master(section: Section, host: str, port: int) -> None:
-    try:
-        socket.create_connection((host, port), _SECONDS).close()
-        section.values["rendezvous"] = f"{host}:{port} answers"
-    except OSError as error:
-        section.values["rendezvous"] = f"{host}:{port}: {error}"
-        section.warn(
-            f"nothing answers at MASTER_ADDR:MASTER_PORT ({host}:{port}: {error})",
-            "start rank 0, or correct MASTER_ADDR and MASTER_PORT",
-        )
+def _check_values() -> None:
+    """Check values as a communicator does, without its warnings of unknown names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_variables()

@@ -1,197 +1,218 @@
-"""``python -m collectives.doctor`` as a command, on this machine and where something is really wrong."""
+"""`python -m collectives.doctor` as a user runs it: on a sound install, and on broken ones that are made for real."""
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
-import re
+import resource
 import shutil
+import socket
 import subprocess
 import sys
-import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 
-from collectives.doctor.engines import examine_gpus
-from collectives.doctor.findings import Section, make_section
-from collectives.doctor.limits import cgroup_limits, examine_memory
-from collectives.doctor.variables import examine_variables
-from tests.launching import ROOT, clean_environment, torchrun
+from tests.launching import clean_environment, torchrun
 
-LIMIT_S = 150
+ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = [sys.executable, "-m", "collectives.doctor"]
-PARTS = ["installation", "engines", "gpus", "cores", "memory", "variables"]
+BY_PATH = [sys.executable, str(ROOT / "collectives" / "doctor" / "__main__.py")]
+LIMIT_S = 170
+CHECKS = "python package packages torch engine gpus cores memory limits system variables launcher".split()
 
 
-def run(command, folder, **variables):
-    env = clean_environment(**variables)
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=folder)
+class Report:
+    """What one run printed, of the form that `--json` prints."""
+
+    def __init__(self, command, *words, cwd="/", without=(), preexec=None, **variables):
+        env = {name: value for name, value in clean_environment(**variables).items() if name not in without}
+        done = subprocess.run(
+            [*command, "--json", *words], env=env, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S,
+            preexec_fn=preexec,
+        )  # fmt: skip
+        self.code, self.err = done.returncode, done.stderr
+        assert done.stdout.startswith("{"), done.stdout + done.stderr
+        self.json = json.loads(done.stdout)
+        self.findings = {each["name"]: each for each in self.json["findings"]}
+        assert len(self.findings) == len(self.json["findings"])
+        statuses = {each["status"] for each in self.json["findings"]}
+        assert self.json["status"] == next(each for each in ("error", "warning", "ok") if each in statuses)
+        assert self.code == (self.json["status"] == "error")
+        assert all(bool(each["remedy"]) == (each["status"] != "ok") for each in self.json["findings"])
+        assert not any("\n" in each["remedy"] for each in self.json["findings"])
+
+    def status(self, name: str) -> str | None:
+        return self.findings[name]["status"] if name in self.findings else None
+
+    @property
+    def errors(self) -> set[str]:
+        return {name for name in self.findings if self.status(name) == "error"}
 
 
-def examined(folder, *words, command=DOCTOR, **variables):
-    """The report as an object, and the exit status."""
-    done = run([*command, "--json", *words], folder, **variables)
-    assert done.returncode in (0, 1), done.stderr
-    report = json.loads(done.stdout)
-    assert (report["status"] == "error") == (done.returncode == 1)
-    assert all(finding["text"] and finding["remedy"] for finding in report["findings"])
-    return report
+@pytest.fixture(scope="module")
+def sound():
+    secret = {"COLLECTIVES_AUTH_TOKEN": "s3cr3t", "NCCL_API_KEY": "s3cr3t", "UNRELATED": "s3cr3t"}
+    return Report(DOCTOR, COLLECTIVES_HOST_CHUNKS="4096", SLURM_NTASKS="4", **secret)
 
 
-def findings(report, section=None):
-    return [each for each in report["findings"] if section in (None, each["section"])]
+def test_a_sound_install_has_no_error(sound):
+    assert sound.errors == set() and sound.code == 0
+    assert [name for name in sound.findings if name in CHECKS] == CHECKS
+    assert sound.findings["engine"]["values"]["chosen"] == "host"
+    engines = {each["name"]: each for each in sound.findings["engine"]["values"]["engines"]}
+    assert engines["host"]["available"]
+    assert sound.findings["cores"]["values"]["cpus"] == sorted(os.sched_getaffinity(0))
 
 
-def test_the_whole_report_with_the_self_test(tmp_path):
-    done = run(DOCTOR, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if line and line[0] != " "] == [*PARTS, "self-test", "found"]
-    assert any(line.split()[:2] == ["used", "host"] for line in lines)
-    for what in ("all-reduce of 1 KiB", "all-reduce of 25 MiB", 'init_process_group("collectives")', "Gloo"):
-        assert any(line.strip().startswith(what) and re.search(r"\d [um]s", line) for line in lines), what
-    assert "by this machine's copies about" in done.stdout and "\033" not in done.stdout
+def test_the_self_test_is_of_two_ranks_beside_what_is_expected(sound):
+    values = sound.findings["self_test.host"]["values"]
+    assert (values["ranks"], values["nodes"], values["launched"]) == (2, 1, False)
+    assert 0 < values["latency"] < values["seconds"]
+    assert values["expected_seconds"] == pytest.approx(2.5 * values["copy_seconds"])
+    assert values["share_of_expected"] == pytest.approx(values["expected_seconds"] / values["seconds"])
+    assert set(values["c10d"]) == set(values["gloo"]) == {"1024", str(25 << 20)}
 
 
-def test_under_a_launcher_its_ranks_make_the_test_and_one_prints(tmp_path):
-    done = run(torchrun(2, "-m", "collectives.doctor", "--json"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)  # one object: rank 1 prints nothing
-    assert report["sections"]["self-test"]["ranks"] == "2, engine host"
-    assert report["sections"]["variables"]["launcher"] == "torchrun: rank 0 of 2"
-    assert not [each for each in findings(report) if each["status"] == "error"]
+def test_an_unknown_variable_has_the_name_that_it_resembles(sound):
+    assert sound.status("variables.COLLECTIVES_HOST_CHUNKS") == "warning"
+    remedy = sound.findings["variables.COLLECTIVES_HOST_CHUNKS"]["remedy"]
+    assert remedy == "unset COLLECTIVES_HOST_CHUNKS; export COLLECTIVES_HOST_CHUNK=4096"
 
 
-def test_variables(monkeypatch):
-    for name, value in {"ALGORITHMS": "ring", "JOB_ID": "a"}.items():
-        monkeypatch.setenv(f"COLLECTIVES_{name}", value)
-    for name, value in {"SLURM_NTASKS": "4", "NCCL_DEBUG": "INFO", "NCCL_MY_TOKEN": "s3cret"}.items():
-        monkeypatch.setenv(name, value)
-    section = make_section("variables", examine_variables)
-    assert section.values["COLLECTIVES_ALGORITHMS"] == "ring" and section.values["NCCL_DEBUG"] == "INFO"
-    assert "s3cret" not in str(section)
-    unknown, alone = section.findings
-    assert unknown.remedy == "unset COLLECTIVES_ALGORITHMS; export COLLECTIVES_ALGORITHM=..."
-    assert "srun did not start this process" in alone.text
-    monkeypatch.delenv("COLLECTIVES_ALGORITHMS")
-    monkeypatch.setenv("RANK", "1")
-    (found,) = make_section("variables", examine_variables).findings
-    assert found.status == "error" and "WORLD_SIZE" in found.text
+def test_slurms_tasks_without_srun_are_a_warning(sound):
+    assert sound.findings["launcher"]["values"]["size"] == 1
+    assert sound.findings["launcher.slurm"]["remedy"] == "srun -n 4 python -m collectives.doctor"
 
 
-def test_an_engine_that_is_not_there(tmp_path):
-    report = examined(tmp_path, COLLECTIVES_HOST_LIBRARY=str(tmp_path / "none.so"))
-    assert "no such file" in report["sections"]["engines"]["host"]
-    errors = {each["section"]: each for each in findings(report) if each["status"] == "error"}
-    assert errors["engines"]["remedy"] == "unset COLLECTIVES_HOST_LIBRARY"
-    assert "no such file" in report["sections"]["self-test"]["output"] and "self-test" in errors
+def test_no_secret_and_no_name_is_shown(sound):
+    text = json.dumps(sound.json)
+    assert "s3cr3t" not in text and "NCCL_API_KEY" in text and "UNRELATED" not in text
+    if len(socket.gethostname()) > 2 and socket.gethostname() != "localhost":
+        assert f" {socket.gethostname()} " not in text
+    if getpass.getuser() not in ("root", "user"):
+        assert f"/{getpass.getuser()}/" not in text
 
 
-def test_an_installation_that_is_not_whole(tmp_path):
-    """The package without its extensions: what the import says leads to the program that says the rest."""
-    copy = tmp_path / "site" / "collectives"
-    shutil.copytree(Path(ROOT, "collectives"), copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    # -S: no finder of an editable installation, which would find the extensions elsewhere.
-    env = clean_environment() | {"PYTHONPATH": f"{copy.parent}:{sysconfig.get_paths()['purelib']}"}
-    command = [sys.executable, "-S", "-c", "import collectives"]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    program = copy / "doctor" / "__main__.py"
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: No module named 'collectives._nccl'") and f"python {program}" in last
-    done = subprocess.run(
-        [sys.executable, "-S", str(program), "--json"], env=env, cwd=tmp_path, capture_output=True, text=True,
-        timeout=LIMIT_S,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    texts = [each["text"] for each in findings(report, "installation") if each["status"] == "error"]
-    assert any("_nccl and _kernels are not built" in text for text in texts)
-    assert any("the host engine's library is missing" in text for text in texts)
-    assert any("import collectives fails" in text for text in texts)
-    assert list(report["sections"])[: len(PARTS)] == PARTS and "left out" in report["sections"]["self-test"]
+def test_text_ends_with_the_lines_that_mend():
+    env = clean_environment(COLLECTIVES_CHECK="yes")
+    command = [*DOCTOR, "--no-test"]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1 and "\x1b" not in done.stdout, done.stderr
+    report, _, mend = done.stdout.partition("To mend: ")
+    assert [line.split()[1] for line in report.splitlines() if line.startswith("ok ")][:2] == ["python", "package"]
+    assert "COLLECTIVES_CHECK must be 0 or 1, not 'yes'\n         $ unset COLLECTIVES_CHECK\n" in mend
+    assert max(map(len, done.stdout.splitlines())) <= 120
 
 
-def test_without_torch(tmp_path):
-    """Neither torch nor site-packages: the program itself needs the standard library alone."""
-    program = Path(ROOT, "collectives", "doctor", "__main__.py")
-    done = subprocess.run(
-        [sys.executable, "-S", str(program), "--json"], env={"PATH": os.environ["PATH"]}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
-    assert done.returncode == 1 and any(each["remedy"] == "pip install torch" for each in findings(report))
+def test_a_launchers_ranks_run_the_self_test():
+    report = Report(torchrun(2, "--standalone", "-m", "collectives.doctor"))
+    assert report.errors == set(), report.err
+    assert report.findings["launcher"]["values"]["launcher"] == "torchrun"
+    assert report.findings["launcher"]["values"]["master_reached"] is True
+    values = report.findings["self_test.host"]["values"]
+    assert values["launched"] and values["ranks"] == 2 and values["c10d"]
 
 
-def test_one_core_and_few_files(tmp_path):
-    report = examined(tmp_path, "--no-test", command=["prlimit", "--nofile=200", "taskset", "-c", "0", *DOCTOR])
-    assert "ranks take turns" in findings(report, "cores")[0]["text"]
-    (files,) = findings(report, "memory")
-    assert files["remedy"].startswith("ulimit -n") and report["sections"]["memory"]["ulimit, open files"] == 200
-
-
-def write(folder: Path, **files):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("_in_", ".limit_in_").replace("__", ".")).write_text(text)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_control_groups_of_version_2(tmp_path, nested):
-    """The group with the least left counts, this process's own or one above it."""
-    proc = tmp_path / "proc" / "self"
-    write(proc, mountinfo="30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n", cgroup="0::/job/step\n")
-    top = tmp_path / "sys" / "fs" / "cgroup"
-    write(top / "job", memory__max=f"{8 << 30}\n", memory__current=f"{1 << 30}", cpu__max="150000 100000")
-    inner = str(2 << 30) if nested else "max"
-    write(top / "job" / "step", memory__max=inner, memory__current=str(512 << 20), cpu__max="max 100000")
-    found = cgroup_limits(str(tmp_path))
-    assert found["cpus"] == 1.5
-    wanted = (2 << 30, 512 << 20, top / "job" / "step") if nested else (8 << 30, 1 << 30, top / "job")
-    assert (found["memory"], found["memory_used"], Path(found["group"])) == wanted
-
-
-def test_control_groups_of_version_1(tmp_path):
-    mounts = (
-        "31 20 0:27 /docker/x /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-        "32 20 0:28 /docker/x /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+def test_stray_variables_are_named_and_the_self_test_runs_apart_from_them():
+    report = Report(DOCTOR, WORLD_SIZE="4", LOCAL_RANK="0")
+    assert report.errors == {"launcher"}
+    assert report.findings["launcher"]["remedy"] == "unset WORLD_SIZE RANK" or "WORLD_SIZE" in (
+        report.findings["launcher"]["remedy"]
     )
-    write(
-        tmp_path / "proc" / "self", mountinfo=mounts, cgroup="5:memory:/docker/x\n4:cpu,cpuacct:/docker/x\n0::/\n"
-    )
-    memory, cpu = (tmp_path / "sys" / "fs" / "cgroup" / name for name in ("memory", "cpu"))
-    for folder, files in (
-        (memory, {"memory.limit_in_bytes": str(256 << 20), "memory.usage_in_bytes": str(200 << 20)}),
-        (cpu, {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}),
-    ):
-        folder.mkdir(parents=True)
-        for name, text in files.items():
-            (folder / name).write_text(text)
-    found = cgroup_limits(str(tmp_path))
-    assert (found["memory"], found["memory_used"], found["cpus"]) == (256 << 20, 200 << 20, 0.5)
-    section = Section("memory")
-    examine_memory(section, str(tmp_path))
-    assert any("the control group has 56 MiB left" in each.text for each in section.findings)
+    assert report.status("self_test.host") == "ok"
 
 
-def test_gpus_as_nvidia_smi_reports_them(tmp_path, monkeypatch):
-    """What the tool prints, not a GPU: the parsing alone."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\n"
-        'case "$1" in --query-gpu=*)\n'
-        "echo '0, NVIDIA H100, 81559 MiB, 4 MiB, 580.1, Default, Disabled, 5, 16'\n"
-        "echo '1, NVIDIA H100, 81559 MiB, 4 MiB, 580.1, Prohibited, Disabled, 5, 16';;\n"
-        "*) echo 'GPU0 X NV18';; esac\n"
+@pytest.mark.thorough
+def test_ranks_that_never_come_end_with_the_time_limit():
+    report = Report(DOCTOR, "--timeout", "20", RANK="0", WORLD_SIZE="2")
+    found = report.findings["self_test.host"]
+    assert report.errors == {"self_test.host"}
+    assert found["values"]["stage"] == "open the communicator" and found["remedy"].startswith("unset RANK WORLD_SIZE")
+
+
+@pytest.mark.thorough
+def test_a_hanging_rank_ends_with_its_stack(tmp_path):
+    """A rank stops while the other one waits: torch's copy of a tensor never ends here."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ.get('RANK') == '1' and 'run_rank' in ''.join(sys.orig_argv):\n"
+        "    import threading\n"
+        "    def stop():\n"
+        "        while 'collectives.doctor.rank' not in sys.modules: time.sleep(0.05)\n"
+        "        os.kill(os.getpid(), 19)\n"
+        "    threading.Thread(target=stop, daemon=True).start()\n"
     )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    section = make_section("gpus", examine_gpus)
-    gpus = section.values
-    assert gpus["gpus"] == 2 and gpus["gpu 0"].startswith("NVIDIA H100, 81559 MiB") and gpus["links"] == "GPU0 X NV18"
-    (found,) = section.findings
-    assert found.remedy == "nvidia-smi -i 1 -c DEFAULT"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not reach the driver.'; exit 9\n")
-    (found,) = make_section("gpus", examine_gpus).findings
-    assert found.status == "error"
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    report = Report(DOCTOR, "--timeout", "15", PYTHONPATH=path)
+    found = report.findings["self_test.host"]
+    assert found["status"] == "error" and "rank" in found["text"]
+    assert "Traceback" in found["values"]["output"] or "Thread" in found["values"]["output"]
+
+
+def copy_of_the_package(folder: Path, *leave_out: str) -> Path:
+    shutil.copytree(ROOT / "collectives", folder / "collectives",
+                    ignore=shutil.ignore_patterns("__pycache__", *leave_out))  # fmt: skip
+    return folder
+
+
+def test_an_uncompiled_copy_hides_the_installed_one(tmp_path):
+    folder = copy_of_the_package(tmp_path, "*.so")
+    report = Report(DOCTOR, cwd=folder, PYTHONPATH=str(ROOT))
+    assert {"package.shadow", "package.library", "engine"} <= report.errors
+    found = report.findings["package.shadow"]
+    assert str(ROOT / "collectives") in found["text"] and found["remedy"] == "cd / && python -m collectives.doctor"
+    assert report.findings["engine"]["remedy"] == found["remedy"]
+    assert not any(name.startswith("self_test") for name in report.findings)
+
+
+def test_the_import_of_an_uncompiled_package_names_the_doctor(tmp_path):
+    """By a Python of its own: the one of an editable install finds that one's extensions from any copy."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    folder = copy_of_the_package(tmp_path, "*.so")
+    command, env = [str(tmp_path / "venv" / "bin" / "python"), "-c", "import collectives"], {"PATH": os.defpath}
+    for missing in ("torch is not installed", "the extension collectives._nccl is not built"):
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 1 and missing in done.stderr
+        assert f"python {folder}/collectives/doctor/__main__.py" in done.stderr.splitlines()[-1]
+        (folder / "torch.py").touch()
+
+
+def test_without_torch_it_runs_by_its_path(tmp_path):
+    """A Python with no packages at all."""
+    venv.create(tmp_path, symlinks=True)
+    report = Report([str(tmp_path / "bin" / "python"), *BY_PATH[1:]], without=("PYTHONPATH",))
+    assert report.findings["packages.torch"]["remedy"] == "pip install torch"
+    assert {"packages.torch", "packages.numpy", "torch", "engine"} <= report.errors
+
+
+def test_a_hidden_engine_library():
+    report = Report(DOCTOR, COLLECTIVES_HOST_LIBRARY="/nowhere/libcollectives_host.so")
+    assert {"package.library", "engine"} <= report.errors
+    assert report.findings["engine"]["remedy"] == "unset COLLECTIVES_HOST_LIBRARY"
+    assert "self_test.host" not in report.findings
+
+
+def test_few_open_files():
+    report = Report(DOCTOR, "--no-test", preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096)))
+    assert report.status("limits.nofile") == "warning"
+    assert report.findings["limits"]["values"]["nofile"] == {"soft": 200, "hard": 4096}
+    assert report.findings["limits.nofile"]["remedy"].startswith("sudo prlimit --pid $$ --nofile=65536")
+
+
+def test_one_core():
+    core = min(os.sched_getaffinity(0))
+    report = Report(DOCTOR, preexec=lambda: os.sched_setaffinity(0, {core}))
+    assert report.findings["cores"]["values"]["cpus"] == [core]
+    assert report.status("cores.affinity") == "warning" and "2 ranks share 1 processor" in (
+        report.findings["cores.affinity"]["text"]
+    )
+    assert report.status("self_test.host") == "ok" and report.code == 0
+
+
+def test_invalid_command_lines():
+    for words in (["--timeout", "0"], ["--nothing"]):
+        done = subprocess.run([*BY_PATH, *words], capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 2 and "usage: python -m collectives.doctor" in done.stderr

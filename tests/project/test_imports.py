@@ -13,9 +13,9 @@ PACKAGE = ROOT / "collectives"
 
 # A package imports only packages of the lines above its own. Inside of a package modules import each other freely.
 LAYERS = """
-errors environment torch_compat torch_patches cuda_state layout launcher parameter_names recorder
+errors requirements environment torch_compat torch_patches cuda_state layout launcher parameter_names recorder
 arrays _nccl _kernels
-extensions kernels optimizer_state
+kernels optimizer_state
 optim
 comm
 rendezvous

@@ -1,0 +1,114 @@
+"""The command line of the doctor, and the order of its checks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+
+from .cores import check_cores
+from .engine import check_engine, check_torch, start_engine_probe
+from .finding import ERROR, Finding, worst
+from .gpus import check_gpus
+from .install import check_install, check_packages, package_version
+from .launching import check_launcher, read_identity
+from .limits import check_limits
+from .memory import check_memory
+from .probe import Outcome
+from .report import make_mask, write_json, write_text
+from .self_test import RANKS, check_self_test, run_own_ranks, start_launched_rank
+from .system import check_system
+from .variables import check_environment
+
+__all__ = ["main"]
+
+_FORMAT = 1  # of the JSON; a change of a key's meaning raises it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks and print the report. Returns 1 where an error was found, else 0.
+
+    ``arguments``: default ``sys.argv``'s. Under a launcher rank 0 prints; every rank takes part in
+    the self-test, and the others return 0, since a launcher would end rank 0 for a failure.
+    """
+    options = _parse(arguments)
+    identity = read_identity()
+    launched = identity is not None and identity.size > 1
+    if launched and identity.rank > 0:
+        return _follow(options, identity.rank)
+    begin = time.monotonic()
+    probe = start_engine_probe()
+    ranks = RANKS if identity is None or identity.size == 1 else identity.local_size or identity.size
+    findings = [*check_install(), *check_packages()]
+    surroundings = [*check_cores(ranks), *check_memory(), *check_limits(), *check_system()]
+    surroundings += [*check_environment(), *check_launcher()]
+    outcome = probe.wait()
+    install = next((each.remedy for each in findings if each.name.startswith("package.") and each.remedy), "")
+    findings += [*check_torch(outcome), *check_engine(outcome, install), *check_gpus(outcome), *surroundings]
+    if options.test:
+        findings += _test(outcome, launched, options.timeout)
+    _report(findings, options, time.monotonic() - begin)
+    return 1 if worst(findings) == ERROR else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m collectives.doctor",
+        description="Check this install and its surroundings, and print the line that mends what is wrong.",
+        epilog="The exit status is 1 where an error was found; warnings alone leave it 0. docs/doctor.md",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all that was read")
+    parser.add_argument("--no-test", dest="test", action="store_false", help="leave the self-test out")
+    parser.add_argument("--names", action="store_true", help="show the user's, the host's and the home folder's name")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of the self-test (default 60)")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if not 1 <= options.timeout < 1e6:
+        parser.error(f"--timeout {options.timeout:g}: not a number of seconds from 1 up")
+    return options
+
+
+def _follow(options: argparse.Namespace, rank: int) -> int:
+    """Take part in the self-test of rank 0's report."""
+    outcome = None
+    if options.test:
+        probe = start_engine_probe().wait()
+        if "chosen" in probe.values:
+            outcome = start_launched_rank(probe.values["chosen"], options.timeout).wait()
+        else:
+            outcome = probe
+        if outcome.error:
+            where = f"rank {rank}: {outcome.values.get('stage', 'start')}"
+            print(f"{where}: {outcome.error}\n{outcome.output}", file=sys.stderr)
+    return 0
+
+
+def _test(outcome: Outcome, launched: bool, limit: float) -> list[Finding]:
+    """Run the self-test on the engine that a program would use; on the host engine beside NCCL, too."""
+    chosen = outcome.values.get("chosen")
+    if chosen is None:
+        return []  # the findings say why
+    if launched:
+        return check_self_test(chosen, [start_launched_rank(chosen, limit).wait()], True)
+    findings = []
+    if chosen == "nccl":
+        ranks = min(RANKS, len(outcome.values.get("devices") or [None]))
+        findings += check_self_test("nccl", run_own_ranks("nccl", ranks, limit), False)
+    host = next(each for each in outcome.values["engines"] if each["name"] == "host")
+    if host["available"]:
+        findings += check_self_test("host", run_own_ranks("host", RANKS, limit), False)
+    return findings
+
+
+def _report(findings: list[Finding], options: argparse.Namespace, seconds: float) -> None:
+    mask = (lambda value: value) if options.names else make_mask()
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    version = package_version()
+    if options.json:
+        header = {"format": _FORMAT, "version": version, "time": when, "seconds": round(seconds, 2)}
+        write_json(findings, header, mask, sys.stdout)
+    else:
+        where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, pid {os.getpid()}"
+        write_text(findings, f"collectives {version} on {where}, {when}, {seconds:.1f} s", mask, sys.stdout)
