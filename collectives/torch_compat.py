@@ -8,7 +8,6 @@ looks up each of both in the installed torch.
 
 from __future__ import annotations
 
-import functools
 import re
 
 import torch
@@ -23,7 +22,6 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "c10d_backend",
-    "can_subclass_backend",
     "cuda_current_raw_stream",
     "cuda_get_device",
     "current_graph_task_id",
@@ -120,16 +118,6 @@ def open_process_groups():
 def c10d_backend():
     """Return the C++ class of which the backends of process groups are."""
     return torch._C._distributed_c10d.Backend
-
-
-@functools.cache
-def can_subclass_backend() -> bool:
-    """Return whether a Python class can be a `c10d_backend`. Since 2.14."""
-    try:
-        type("Probe", (c10d_backend(),), {})(0, 1)
-    except TypeError:  # "No constructor defined!"
-        return False
-    return True
 
 
 def premul_sum(factor):

@@ -18,6 +18,8 @@ import tempfile
 import time
 import unittest
 
+from torch.testing._internal.common_distributed import DistTestCases
+
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
 
@@ -55,7 +57,7 @@ def load_suite(backend: str):
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
     if backend != "gloo":  # a name that the suite doesn't know is a plugin's
-        source = source.replace('backend_feature["plugin"] = set()', f'backend_feature["plugin"] = {{"{backend}"}}')
+        DistTestCases.backend_feature["plugin"] = {backend}
     exec(compile(source, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
