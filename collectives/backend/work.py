@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Work
 
 from ..errors import InvalidUsage
+from .futures import OperationFuture
 from .options import seconds_of
 
 __all__ = ["BackendWork", "completed_work"]
@@ -103,17 +104,25 @@ class BackendWork(Work):
             future = torch.futures.Future()
             future.set_result(self._outputs)
             return future
-        if len(self._works) == 1 and self._finish is None:
-            return self._works[0].future(self._outputs)
-        ended = torch.futures.collect_all([work.future() for work in self._works])
+        if len(self._works) == 1:
+            ended = self._works[0].future(self._outputs)
+        else:
+            ended = torch.futures.collect_all([work.future() for work in self._works])
+        if ended.done():  # on CUDA at once: its value carries the stream's event
+            return ended if self._finish is None and len(self._works) == 1 else ended.then(self._read_outputs)
+        future = OperationFuture()
+        ended.add_done_callback(lambda ended: future.complete(lambda: self._read_outputs(ended)))
+        return future
 
-        def outputs(futures):
-            for each in futures.value():
-                each.value()  # raises the operation's error
-            self._store()
-            return self._outputs
-
-        return ended.then(outputs)
+    def _read_outputs(self, ended):
+        """Return the outputs, stored, from the future of the works; raises the operation's error."""
+        if len(self._works) == 1:
+            ended.value()
+        else:
+            for each in ended.value():
+                each.value()
+        self._store()
+        return self._outputs
 
     def get_future_result(self) -> torch.futures.Future:
         """Refuse: only NCCL's own process group has results of the kind that it returns."""
