@@ -59,15 +59,16 @@ class Barriers:
         process has ended.
         """
         timeout = getattr(timeout, "timeout", timeout)  # Backend's form: the options
-        if not isinstance(timeout, timedelta | None):
+        if not isinstance(timeout, timedelta | int | float | None):
             raise InvalidArgument(
                 f"timeout must be a datetime.timedelta, not {timeout!r}", op="monitored_barrier", rank=self._rank
             )
-        limit = seconds_of(timeout) or self._timeout
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        limit = self._timeout if seconds is None or seconds < 0 else float(seconds)
         number = self._monitored = self._monitored + 1
         wait = RankWait(
             "to pass monitored_barrier", self._rank, self._size, limit, op="monitored_barrier",
-            exit_reason=RankExits(self._store, range(self._size)).reason,
+            exit_reason=RankExits(self._store, range(self._size)).reason if limit else None,
         )  # fmt: skip
         try:
             if self._rank:
@@ -117,7 +118,9 @@ class Barriers:
     def _late(self, missing, limit: float) -> CollectiveTimeout:
         """Return the error that names late ranks, in the words of torch's."""
         ranks = ", ".join(map(str, missing))
+        text = f"Rank{'s' if len(missing) > 1 else ''} {ranks} failed to pass monitoredBarrier in {limit * 1000:.0f} ms"
+        if not limit:
+            text += f", the time that was given: Rank {self._rank} timed out in monitoredBarrier"
         return CollectiveTimeout(
-            f"Rank{'s' if len(missing) > 1 else ''} {ranks} failed to pass monitoredBarrier in {limit * 1000:.0f} ms",
-            op="monitored_barrier", rank=self._rank, peers=tuple(missing),
+            text, op="monitored_barrier", rank=self._rank, peers=tuple(missing),
         )  # fmt: skip

@@ -122,8 +122,9 @@ def join_over_store(
 
     ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
     the ranks come for, "to ...", for messages; ``exits``: how those that don't come have ended;
-    ``config``: the communicator's, in words, which all ranks must have. Blocks until all ranks have come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it
-    is known that a rank has ended.
+    ``config``: the communicator's, in words, which all ranks must have. Blocks until all ranks have
+    come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it is known that a rank has
+    ended.
     """
     deadline = _deadline_of(timeout)
     record_last_exception()

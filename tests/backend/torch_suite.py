@@ -1,6 +1,6 @@
 """Torch's own tests of its backends, ``distributed_test``, run on the backend "collectives" with 2 ranks.
 
-    python -m tests.backend.torch_suite [collectives|gloo] [-k PATTERN] [--json FILE]
+    TORCH_SUITE_BACKEND=collectives|gloo python -m tests.backend.torch_suite [-k PATTERN] [--json FILE]
 
 The suite decides by the backend's name what to run: much of it is for "gloo" only, or for a set of names. The name that
 it gets here equals "gloo" as well, so that it runs what it runs on Gloo; the process groups are those of "collectives".
