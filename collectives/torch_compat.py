@@ -30,6 +30,7 @@ __all__ = [
     "dynamo_disable",
     "flatten_dense_tensors",
     "fsdp_collectives",
+    "group_timeout_setter",
     "is_traceable_wrapper_subclass",
     "open_process_groups",
     "premul_sum",
@@ -118,6 +119,11 @@ def open_process_groups():
 def c10d_backend():
     """Return the C++ class of which the backends of process groups are."""
     return torch._C._distributed_c10d.Backend
+
+
+def group_timeout_setter():
+    """Return torch's function that sets the timeout of a group whose backend is Gloo or NCCL."""
+    return dist.distributed_c10d._set_pg_timeout
 
 
 def premul_sum(factor):

@@ -7,6 +7,7 @@ import functools
 import torch.distributed as dist
 
 from ..rendezvous.process_groups import find_group_backend
+from ..torch_compat import group_timeout_setter
 from ..torch_patches import patch_attribute
 
 __all__ = ["install"]
@@ -16,7 +17,7 @@ __all__ = ["install"]
 def install() -> None:
     """Make ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout`` work on groups of this backend."""
     c10d = dist.distributed_c10d
-    barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, c10d._set_pg_timeout
+    barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
     @functools.wraps(barrier)
     def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
