@@ -8,7 +8,6 @@ looks up each of both in the installed torch.
 
 from __future__ import annotations
 
-import functools
 import re
 
 import torch
@@ -23,7 +22,6 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "c10d_backend",
-    "can_subclass_backend",
     "cuda_current_raw_stream",
     "cuda_get_device",
     "current_graph_task_id",
@@ -34,6 +32,7 @@ __all__ = [
     "flatten_dense_tensors",
     "fsdp_collectives",
     "fsdp_state_class",
+    "group_timeout_setter",
     "is_traceable_wrapper_subclass",
     "open_process_groups",
     "premul_sum",
@@ -128,14 +127,9 @@ def c10d_backend():
     return torch._C._distributed_c10d.Backend
 
 
-@functools.cache
-def can_subclass_backend() -> bool:
-    """Return whether a Python class can be a `c10d_backend`. Since 2.14."""
-    try:
-        type("Probe", (c10d_backend(),), {})(0, 1)
-    except TypeError:  # "No constructor defined!"
-        return False
-    return True
+def group_timeout_setter():
+    """Return torch's function that sets the timeout of a group whose backend is Gloo or NCCL."""
+    return dist.distributed_c10d._set_pg_timeout
 
 
 def premul_sum(factor):

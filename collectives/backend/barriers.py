@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 
@@ -9,14 +10,18 @@ import torch
 import torch.distributed as dist
 
 from ..comm.barrier import start_barrier
-from ..comm.waiting import first_line
-from ..errors import CollectiveTimeout, TransportError
+from ..comm.liveness import RankExits
+from ..comm.waiting import RankWait, first_line
+from ..errors import CollectivesError, CollectiveTimeout, InvalidArgument, RemoteError, TransportError
+from .launching import make_options
+from .options import seconds_of
 from .work import BackendWork, completed_work
 
 __all__ = ["Barriers"]
 
 _c10d = dist.distributed_c10d
 _POLL_S = 0.002
+_VERDICT_S = 1.0
 
 
 class Barriers:
@@ -28,16 +33,15 @@ class Barriers:
         With `timeout`, or the options', at most so long.
         """
         self._sequence += 1
-        if isinstance(opts, timedelta):
-            timeout, opts = opts, None
-        seconds = _seconds(timeout if timeout is not None else getattr(opts, "timeout", None))
-        comm = self._barrier_communicator(getattr(opts, "device", None))
-        if seconds is None and not getattr(opts, "asyncOp", True):
+        opts = make_options(_c10d.BarrierOptions, opts, timeout=timeout)
+        seconds = seconds_of(opts.timeout)
+        comm = self._barrier_communicator(opts.device)
+        if seconds is None and not opts.asyncOp:
             comm.barrier()
             return completed_work()
-        work = BackendWork((start_barrier(comm),), [])
-        if seconds is not None:
-            work.wait(seconds)
+        work = BackendWork((start_barrier(comm),), [], None, seconds)
+        if not opts.asyncOp:
+            work.wait()
         return work
 
     def _barrier_communicator(self, device):
@@ -51,57 +55,72 @@ class Barriers:
 
         It goes over the store, so it works where collectives hang. Rank 0 waits for the others and
         lets them go on; with `wait_all_ranks` it names all that are missing, else the first. All
-        ranks that have come raise `CollectiveTimeout`.
+        ranks that have come raise `CollectiveTimeout`, or `RemoteError` as soon as a missing rank's
+        process has ended.
         """
-        if not isinstance(timeout, timedelta | None):  # Backend's form: the options
-            timeout = timeout.timeout
-        limit = _seconds(timeout) or self._timeout
+        timeout = getattr(timeout, "timeout", timeout)  # Backend's form: the options
+        if not isinstance(timeout, timedelta | int | float | None):
+            raise InvalidArgument(
+                f"timeout must be a datetime.timedelta, not {timeout!r}", op="monitored_barrier", rank=self._rank
+            )
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        limit = self._timeout if seconds is None or seconds < 0 else float(seconds)
         number = self._monitored = self._monitored + 1
-        deadline = time.monotonic() + limit
+        wait = RankWait(
+            "to pass monitored_barrier", self._rank, self._size, limit, op="monitored_barrier",
+            exit_reason=RankExits(self._store, range(self._size)).reason if limit else None,
+        )  # fmt: skip
         try:
             if self._rank:
-                self._follow(number, deadline, limit)
+                self._follow(number, wait)
             else:
-                self._lead(number, deadline, limit, wait_all_ranks)
+                self._lead(number, wait, wait_all_ranks)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise TransportError(
                 f"the store has gone away or failed: {first_line(error)}", op="monitored_barrier", rank=self._rank
             ) from error
 
-    def _lead(self, number, deadline, limit, wait_all_ranks) -> None:
-        store, missing = self._store, []
-        for rank in range(1, self._size):
-            key = f"monitored/{number}/{rank}"
-            while not store.check([key]):
-                if time.monotonic() > deadline:
-                    missing.append(rank)
-                    break
-                time.sleep(_POLL_S)
-            if missing and not wait_all_ranks:
-                break
-        text = "" if not missing else _describe(missing, limit)
-        store.set(f"monitored/{number}/go", text)
-        if missing:
-            raise CollectiveTimeout(text, op="monitored_barrier", rank=self._rank, peers=tuple(missing))
+    def _lead(self, number, wait: RankWait, wait_all_ranks) -> None:
+        store, missing = self._store, list(range(1, self._size))
 
-    def _follow(self, number, deadline, limit) -> None:
+        def find_missing():
+            missing[:] = [rank for rank in missing if not store.check([f"monitored/{number}/{rank}"])]
+            return missing if wait_all_ranks else missing[:1]
+
+        try:
+            while find_missing():
+                wait.check(find_missing)
+                time.sleep(_POLL_S)
+        except CollectivesError as error:
+            if isinstance(error, CollectiveTimeout):
+                error = self._late(error.peers, wait.seconds)
+            store.set(f"monitored/{number}/go", json.dumps([type(error).__name__, error.detail, error.peers]))
+            raise error from None
+        store.set(f"monitored/{number}/go", "")
+
+    def _follow(self, number, wait: RankWait) -> None:
         store, key = self._store, f"monitored/{number}/go"
         store.set(f"monitored/{number}/{self._rank}", "")
-        while not store.check([key]):
-            if time.monotonic() > deadline + 1.0:  # rank 0's own verdict comes at the deadline: it names the ranks
-                raise CollectiveTimeout(_describe([0], limit), op="monitored_barrier", rank=self._rank, peers=(0,))
-            time.sleep(_POLL_S)
+        wait.deadline += _VERDICT_S  # rank 0's own verdict comes at the deadline: it names the ranks
+        try:
+            while not store.check([key]):
+                wait.check(lambda: [0])
+                time.sleep(_POLL_S)
+        except CollectiveTimeout:
+            raise self._late((0,), wait.seconds) from None
         text = store.get(key).decode()
         if text:
-            raise CollectiveTimeout(text, op="monitored_barrier", rank=self._rank)
+            kind, detail, peers = json.loads(text)
+            raise (RemoteError if kind == "RemoteError" else CollectiveTimeout)(
+                detail, op="monitored_barrier", rank=self._rank, peers=tuple(peers)
+            )
 
-
-def _describe(missing, limit) -> str:
-    ranks = ", ".join(map(str, missing))
-    return f"Rank{'s' if len(missing) > 1 else ''} {ranks} failed to pass monitoredBarrier in {limit * 1000:.0f} ms"
-
-
-def _seconds(timeout) -> float | None:
-    """Return torch's timeout in seconds; None for none, which torch writes as 0 or below."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return seconds if seconds is not None and seconds > 0 else None
+    def _late(self, missing, limit: float) -> CollectiveTimeout:
+        """Return the error that names late ranks, in the words of torch's."""
+        ranks = ", ".join(map(str, missing))
+        text = f"Rank{'s' if len(missing) > 1 else ''} {ranks} failed to pass monitoredBarrier in {limit * 1000:.0f} ms"
+        if not limit:
+            text += f", the time that was given: Rank {self._rank} timed out in monitoredBarrier"
+        return CollectiveTimeout(
+            text, op="monitored_barrier", rank=self._rank, peers=tuple(missing),
+        )  # fmt: skip

@@ -23,7 +23,7 @@ class DataOps(Launching):
     def broadcast(self, tensors, opts=None, timeout=None, *, root=0):
         """Send the root's tensor to all ranks, in place."""
         tensor = single(tensors, "broadcast", self._rank)
-        opts = make_options(_c10d.BroadcastOptions, opts, "rootRank", root)
+        opts = make_options(_c10d.BroadcastOptions, opts, "rootRank", root, timeout)
         comm, root = self.communicator(tensor.device), opts.rootRank
         data = as_dense(tensor)
         finish = None if self._rank == root else store_back(tensor, data)
@@ -53,12 +53,13 @@ class DataOps(Launching):
 
     def allgather(self, outputs, inputs, opts=None, timeout=None):
         """Gather every rank's tensor into a list of tensors, of unlike sizes if need be."""
+        opts = make_options(_c10d.AllgatherOptions, opts, timeout=timeout)
         inp = single(inputs, "all_gather", self._rank)
         outs = self._parts(outputs, "all_gather")
         comm, data = self.communicator(inp.device), as_dense(inp)
         if len({each.numel() for each in outs}) == 1:
             flat, store = gather_buffer(outs)
-            return self._launch(opts, [outs], lambda a: comm.all_gather(flat, data, async_op=a), store)
+            return self._launch(opts, outs, lambda a: comm.all_gather(flat, data, async_op=a), store)
         arrays = [as_dense(each) for each in outs]
         with torch.no_grad():
             arrays[self._rank].copy_(data.view(arrays[self._rank].shape))
@@ -67,13 +68,13 @@ class DataOps(Launching):
             return [comm.broadcast(each, root, async_op=asynchronous) for root, each in enumerate(arrays)]
 
         finish = run_all(map(store_back, outs, arrays))
-        return self._launch_grouped(comm, opts, [outs], launch, finish)
+        return self._launch_grouped(comm, opts, outs, launch, finish)
 
     def allgather_coalesced(self, output_lists, inputs, opts=None):
         """Gather several tensors into lists; `output_lists`: for each rank the list of its tensors."""
         lists, inputs = [list(each) for each in output_lists], list(inputs)
         if not inputs:
-            return completed_work(lists)
+            return completed_work([])
         comm = self.communicator(inputs[0].device)
         buffers = [gather_buffer(outs) for outs in zip(*lists, strict=True)]
         data = [as_dense(each) for each in inputs]
@@ -84,23 +85,24 @@ class DataOps(Launching):
                 for (flat, _), each in zip(buffers, data, strict=True)
             ]
 
-        return self._launch_grouped(comm, opts, lists, launch, run_all(store for _, store in buffers))
+        outs = [each for tensors in lists for each in tensors]
+        return self._launch_grouped(comm, opts, outs, launch, run_all(store for _, store in buffers))
 
     def gather(self, outputs, inputs, opts=None, timeout=None, *, root=0):
         """Gather every rank's tensor into the root's list."""
         inp = single(inputs, "gather", self._rank)
-        opts = make_options(_c10d.GatherOptions, opts, "rootRank", root)
+        opts = make_options(_c10d.GatherOptions, opts, "rootRank", root, timeout)
         comm, root, data = self.communicator(inp.device), opts.rootRank, as_dense(inp)
         if self._rank != root:
             return self._launch(opts, [], lambda a: comm.gather(None, data, root, async_op=a))
         outs = self._parts(outputs, "gather")
         flat, store = gather_buffer(outs)
-        return self._launch(opts, [outs], lambda a: comm.gather(flat, data, root, async_op=a), store)
+        return self._launch(opts, outs, lambda a: comm.gather(flat, data, root, async_op=a), store)
 
     def scatter(self, outputs, inputs, opts=None, timeout=None, *, root=0):
         """Send the r-th tensor of the root's list to rank r."""
         out = single(outputs, "scatter", self._rank)
-        opts = make_options(_c10d.ScatterOptions, opts, "rootRank", root)
+        opts = make_options(_c10d.ScatterOptions, opts, "rootRank", root, timeout)
         comm, root, target = self.communicator(out.device), opts.rootRank, as_dense(out)
         flat = join(self._parts(inputs, "scatter")) if self._rank == root else None
         return self._launch(
@@ -109,6 +111,7 @@ class DataOps(Launching):
 
     def all_to_all_single(self, out, inp, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None):
         """Send rows of `inp` to the ranks and receive theirs into `out`; no sizes: equal parts."""
+        opts = make_options(_c10d.AllToAllOptions, opts, timeout=timeout)
         comm, data, target = self.communicator(inp.device), as_dense(inp), as_dense(out)
         splits = list(output_split_sizes) or None, list(input_split_sizes) or None
         return self._launch(

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
+import torch.distributed as dist
 
 from ..errors import InvalidArgument
+from .options import seconds_of
 from .work import BackendWork, completed_work
 
 __all__ = ["Launching", "make_options"]
 
 
-def make_options(cls, opts, field: str, value):
+_UNSET = dist.AllreduceOptions().timeout  # what options have where no timeout was set
+
+
+def make_options(cls, opts, field: str | None = None, value=None, timeout: timedelta | None = None):
     """Return a call's options, an object of `cls`.
 
-    Short calls such as ``pg.allreduce(tensor, op)`` pass the value of one field in place of the
-    object, or as `value`; None leaves torch's default.
+    Short calls such as ``pg.allreduce(tensor, op, timeout)`` pass the value of one field in place of
+    the object, or as `value`, and the operation's own `timeout`; None leaves torch's default.
     """
-    if isinstance(opts, cls):
-        return opts
-    made = cls()
-    given = value if opts is None else opts
-    if given is not None:
-        setattr(made, field, given)
+    made = opts if isinstance(opts, cls) else cls()
+    if made is not opts:
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        given = value if opts is None else opts
+        if given is not None and field is not None:
+            setattr(made, field, given)
+    if timeout is not None:
+        made.timeout = timeout
     return made
 
 
@@ -36,16 +46,23 @@ class Launching:
         """Launch a collective: at once, or asynchronously where the options say so.
 
         `launch`: called with `async_op`, returns the communicator's Work, or a list of them;
-        `finish`: stores the results.
+        `finish`: stores the results. Options with a timeout of their own limit the call, or the
+        waits for its Work.
         """
         self._sequence += 1
-        if self._coalesced is None and not getattr(opts, "asyncOp", True):
+        limited = getattr(opts, "timeout", _UNSET) != _UNSET
+        blocking = self._coalesced is None and not getattr(opts, "asyncOp", True)
+        if blocking and not limited:
             launch(False)
             if finish is not None:
                 finish()
             return completed_work(outputs)
         works = launch(True)
-        return self._coalesce(BackendWork(works if isinstance(works, list) else (works,), outputs, finish))
+        limit = seconds_of(opts.timeout) if limited else None
+        work = BackendWork(works if isinstance(works, list) else (works,), outputs, finish, limit)
+        if blocking:
+            work.wait()
+        return self._coalesce(work)
 
     def _launch_grouped(self, comm, opts, outputs, launch, finish=None) -> BackendWork:
         """Launch the operations that `launch` makes as one, as `_launch` does."""
@@ -64,7 +81,7 @@ class Launching:
 
     def _parts(self, lists, name) -> list[torch.Tensor]:
         """Return the list of one tensor for each rank that torch passes in another list."""
-        parts = list(lists if isinstance(lists[0], torch.Tensor) else lists[0])
+        parts = list(lists[0] if lists and not isinstance(lists[0], torch.Tensor) else lists)
         if len(parts) != self._size:
             raise InvalidArgument(
                 f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}", op=name,

@@ -1,8 +1,7 @@
 """Groups with another backend for each device, such as ``"cpu:gloo,cuda:collectives"``.
 
-Where torch lets Python subclass ``Backend`` (2.14), torch's own process group dispatches by device.
-Before, a process group of ours takes the place of torch's, and has to do it: it calls a process
-group of torch's for the tensors of other devices.
+A process group of this backend takes the place of torch's, which dispatches by device. So it has to
+do it: it calls a process group of torch's for the tensors of other devices.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidUsage
-from ..torch_compat import can_subclass_backend
 from .data_ops import DataOps
+from .options import parse_options
 from .p2p_ops import PointToPointOps
 from .process_group import CollectivesGroup
 from .reduction_ops import ReductionOps
@@ -45,8 +44,6 @@ def _read_devices() -> tuple[list[str], list[OtherBackend]]:
     if frame is None:
         raise InvalidUsage("a group of the backend 'collectives' is created by torch.distributed's functions")
     values = frame.f_locals
-    if can_subclass_backend():
-        return [values["device"]], []
     chosen = values["backend_config"].get_device_backend_map()
     name = str(values["backend_str"])
     devices = [device for device, backend in chosen.items() if str(backend) == name]
@@ -158,8 +155,8 @@ def _create_backend(group, other: OtherBackend):
     plugin = dist.Backend._plugins.get(other.backend.upper())
     if plugin is None or plugin.extended_api:
         raise InvalidUsage(
-            f"the backend {other.backend!r} for {other.device} can't stand beside 'collectives' on torch "
-            f"{torch.__version__}: it can from 2.14 on",
+            f"the backend {other.backend!r} for {other.device} can't stand beside 'collectives': gloo, nccl and "
+            "plugins without torch's extended API can",
             rank=group._rank,
         )
     return plugin.creator_fn(store, group._rank, group._size, timeout)
@@ -176,6 +173,6 @@ def create(options, backend_options=None) -> CollectivesGroup:
     devices, others = _read_devices()
     args = (
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
-        options.global_ranks_in_group, devices,
+        options.global_ranks_in_group, devices, parse_options(backend_options),
     )  # fmt: skip
     return MixedGroup(*args, others=others) if others else CollectivesGroup(*args)

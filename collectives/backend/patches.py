@@ -7,6 +7,7 @@ import functools
 import torch.distributed as dist
 
 from ..rendezvous.process_groups import find_group_backend
+from ..torch_compat import group_timeout_setter
 from ..torch_patches import patch_attribute
 
 __all__ = ["install"]
@@ -14,9 +15,9 @@ __all__ = ["install"]
 
 @functools.cache
 def install() -> None:
-    """Make ``monitored_barrier`` and ``batch_isend_irecv`` work on groups of this backend."""
+    """Make ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout`` work on groups of this backend."""
     c10d = dist.distributed_c10d
-    barrier, batch = c10d.monitored_barrier, c10d.batch_isend_irecv
+    barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
     @functools.wraps(barrier)
     def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
@@ -39,6 +40,14 @@ def install() -> None:
             raise
         return [backend.end_coalescing(device)]
 
+    @functools.wraps(set_timeout)
+    def _set_pg_timeout(timeout, group=None):
+        backend = _find_backend(group)
+        return set_timeout(timeout, group) if backend is None else backend.set_timeout(timeout)
+
+    patch_attribute(
+        c10d, "_set_pg_timeout", _set_pg_timeout, "torch sets the timeout of its own backends only, and warns of others"
+    )
     for module in (c10d, dist):
         patch_attribute(module, "monitored_barrier", monitored_barrier, "torch refuses it for all backends but Gloo")
         patch_attribute(

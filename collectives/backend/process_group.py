@@ -1,8 +1,10 @@
 """The process group of this backend, which torch.distributed calls from Python and from C++.
 
-Torch 2.14 and newer let Python subclass ``Backend``: there it is one, and torch's own ProcessGroup
-dispatches to it by device. Older ones let Python subclass ``ProcessGroup`` only: there it takes the
-place of torch's, and `mixed` adds the backends of the group's other devices.
+It is a subclass of torch's ``ProcessGroup`` and takes its place; `mixed` adds the backends of the
+group's other devices. Torch 2.14 and newer let Python subclass ``Backend``, too, to which torch's own
+process group dispatches. But its dispatcher hands the program a holder of the Work, which forwards
+``wait`` and ``get_future`` alone: ``is_completed`` is False for ever, ``exception`` always None, and
+a receive from any source has no source.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.config import CommConfig
 from ..comm.liveness import RankExits, publish_process
 from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
-from ..torch_compat import c10d_backend, can_subclass_backend
+from ..torch_compat import c10d_backend
 from .barriers import Barriers
 from .channels import Channels
 from .data_ops import DataOps
+from .options import parse_options
 from .p2p_ops import PointToPointOps
 from .reduction_ops import ReductionOps
 from .tensors import run_all
@@ -31,25 +35,29 @@ from .work import BackendWork
 __all__ = ["CollectivesGroup"]
 
 _CPU = torch.device("cpu")
-_BASE = c10d_backend() if can_subclass_backend() else dist.ProcessGroup
 
 
-class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
+class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.ProcessGroup):
     """Process group on this package's communicators: one for each device, shared with its hooks.
 
     `store`: the group's own; `timeout`: a timedelta; `name`: the group's; `global_ranks`: of its
-    ranks in the default group; `devices`: the device types that it serves.
+    ranks in the default group; `devices`: the device types that it serves; `config`: of its
+    communicators.
 
     The CPU's communicator is opened by the constructor, which blocks until all ranks have come; a
     GPU's at its first use, or at once where ``init_process_group`` has a `device_id`.
     """
 
-    def __init__(self, store, rank: int, size: int, timeout: timedelta, name: str, global_ranks, devices):
+    def __init__(
+        self, store, rank: int, size: int, timeout: timedelta, name: str, global_ranks, devices,
+        config: CommConfig | None = None,
+    ):  # fmt: skip
         super().__init__(rank, size)
         self._store, self._rank, self._size, self._name, self._desc = store, rank, size, name, "undefined"
         self._global_ranks = list(global_ranks) or list(range(size))
         self._device_names = tuple(devices)
         self._timeout = timeout.total_seconds()
+        self._config = config or CommConfig()
         self._options = c10d_backend().Options("collectives", timeout)
         self._comms: dict[torch.device, Communicator] = {}
         self._pool = SharedMemoryPool()
@@ -88,7 +96,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
             self._comms[device] = open_over_store(
                 self._store, device.type, self._rank, self._size, device, self._timeout,
                 f"to open the communicator of process group {self._name!r} on {device.type}",
-                RankExits(self._store, range(self._size)),
+                RankExits(self._store, range(self._size)), self._config,
             )  # fmt: skip
         return self._comms[device]
 
@@ -246,6 +254,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, _BASE):
             len(ranks), timeout or timedelta(seconds=self._timeout), group_name or f"{self._name}:split",
             [self._global_ranks[each] for each in ranks],
             self._device_names if devices is None else [torch.device(each).type for each in devices],
+            parse_options(opts, self._config),
         )  # fmt: skip
         child.setGroupDesc(group_desc or "undefined")
         return child

@@ -23,7 +23,7 @@ class ReductionOps(Launching):
     def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
         """Reduce a tensor over all ranks, in place."""
         tensor = single(tensors, "all_reduce", self._rank)
-        opts = make_options(_c10d.AllreduceOptions, opts, "reduceOp", op)
+        opts = make_options(_c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         comm = self.communicator(tensor.device)
         if tensor.layout is not torch.strided:
             self._sequence += 1
@@ -47,7 +47,7 @@ class ReductionOps(Launching):
 
     def allreduce_coalesced(self, tensors, opts=None):
         """Reduce several tensors over all ranks, in place, as one operation."""
-        opts = make_options(_c10d.AllreduceCoalescedOptions, opts, "reduceOp", None)
+        opts = make_options(_c10d.AllreduceCoalescedOptions, opts)
         tensors = list(tensors)
         parts = [self._reducible(each, opts.reduceOp, "all_reduce_coalesced") for each in tensors]
         if not parts:
@@ -61,10 +61,10 @@ class ReductionOps(Launching):
 
         return self._launch_grouped(comm, opts, tensors, launch, run_all(store for _, _, store in parts))
 
-    def reduce(self, tensors, opts=None, root=0, op=None, timeout=None):
+    def reduce(self, tensors, opts=None, op=None, timeout=None, *, root=0):
         """Reduce a tensor over all ranks, in place on the root."""
         tensor = single(tensors, "reduce", self._rank)
-        opts = make_options(_c10d.ReduceOptions, opts, "rootRank", root)
+        opts = make_options(_c10d.ReduceOptions, opts, "rootRank", root, timeout)
         if op is not None:
             opts.reduceOp = op
         comm, root = self.communicator(tensor.device), opts.rootRank
@@ -85,7 +85,7 @@ class ReductionOps(Launching):
 
     def reduce_scatter_single(self, out, inp, opts=None):
         """Reduce `inp` over all ranks; rank r gets part r of it in `out`."""
-        opts = make_options(_c10d.ReduceScatterOptions, opts, "reduceOp", None)
+        opts = make_options(_c10d.ReduceScatterOptions, opts)
         comm = self.communicator(inp.device)
         target, reduction, finish = self._reducible(out, opts.reduceOp, "reduce_scatter")
         source, _, _ = self._reducible(inp, opts.reduceOp, "reduce_scatter")
@@ -104,7 +104,7 @@ class ReductionOps(Launching):
 
     def reduce_scatter_single_coalesced(self, outs, inps, opts=None):
         """Reduce and scatter several pairs of tensors as one operation."""
-        opts = make_options(_c10d.ReduceScatterOptions, opts, "reduceOp", None)
+        opts = make_options(_c10d.ReduceScatterOptions, opts)
         targets = [self._reducible(each, opts.reduceOp, "reduce_scatter") for each in outs]
         sources = [self._reducible(each, opts.reduceOp, "reduce_scatter") for each in inps]
         if not targets:
@@ -126,7 +126,7 @@ class ReductionOps(Launching):
     def reduce_scatter(self, outputs, inputs, opts=None, timeout=None, *, op=None):
         """Reduce a list of tensors over all ranks; rank r gets the r-th in `outputs`."""
         out = single(outputs, "reduce_scatter", self._rank)
-        opts = make_options(_c10d.ReduceScatterOptions, opts, "reduceOp", op)
+        opts = make_options(_c10d.ReduceScatterOptions, opts, "reduceOp", op, timeout)
         parts = self._parts(inputs, "reduce_scatter")
         if len({each.numel() for each in parts}) == 1:
             return self.reduce_scatter_single(out, join(parts), opts)

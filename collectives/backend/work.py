@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -10,8 +11,12 @@ import torch
 from torch.distributed import Work
 
 from ..errors import InvalidUsage
+from .futures import OperationFuture
+from .options import seconds_of
 
 __all__ = ["BackendWork", "completed_work"]
+
+_SHORTEST_S = 1e-3  # of a wait for an operation whose time is up
 
 
 class BackendWork(Work):
@@ -19,14 +24,16 @@ class BackendWork(Work):
 
     `works`: what it consists of, the communicator's Works or posted transfers, all of which end;
     `outputs`: the tensors of `result` and of the future; `finish`: called once, before the first
-    wait returns or the future is complete: it stores what came into the caller's tensors.
+    wait returns or the future is complete: it stores what came into the caller's tensors; `limit`:
+    the operation's own timeout in seconds, from now on.
     """
 
-    def __init__(self, works: Sequence, outputs, finish: Callable[[], None] | None = None):
+    def __init__(self, works: Sequence, outputs, finish: Callable[[], None] | None = None, limit: float | None = None):
         super().__init__()
         self._works = works
         self._outputs = outputs
         self._finish = finish
+        self._deadline = None if limit is None else time.monotonic() + limit
         self._lock = threading.Lock() if finish is not None else None
         self._future: torch.futures.Future | None = None
 
@@ -42,13 +49,15 @@ class BackendWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the operation; on CUDA only the current stream waits, unless there is a timeout.
 
-        `timeout`: a timedelta, or seconds; None or 0: no limit but the group's. Raises the
-        operation's error.
+        `timeout`: a timedelta, or seconds; None or 0: the operation's own if it has one, else the
+        group's. Raises the operation's error, and `CollectiveTimeout` past the time: the operation
+        stays in flight and can be waited for again.
         """
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
+        timeout = seconds_of(timeout)
+        if timeout is None and self._deadline is not None:
+            timeout = max(self._deadline - time.monotonic(), _SHORTEST_S)
         for work in self._works:
-            work.wait(timeout if timeout is not None and timeout > 0 else None)
+            work.wait(timeout)
         self._store()
         return True
 
@@ -95,17 +104,25 @@ class BackendWork(Work):
             future = torch.futures.Future()
             future.set_result(self._outputs)
             return future
-        if len(self._works) == 1 and self._finish is None:
-            return self._works[0].future(self._outputs)
-        ended = torch.futures.collect_all([work.future() for work in self._works])
+        if len(self._works) == 1:
+            ended = self._works[0].future(self._outputs)
+        else:
+            ended = torch.futures.collect_all([work.future() for work in self._works])
+        if ended.done():  # on CUDA at once: its value carries the stream's event
+            return ended if self._finish is None and len(self._works) == 1 else ended.then(self._read_outputs)
+        future = OperationFuture()
+        ended.add_done_callback(lambda ended: future.complete(lambda: self._read_outputs(ended)))
+        return future
 
-        def outputs(futures):
-            for each in futures.value():
-                each.value()  # raises the operation's error
-            self._store()
-            return self._outputs
-
-        return ended.then(outputs)
+    def _read_outputs(self, ended):
+        """Return the outputs, stored, from the future of the works; raises the operation's error."""
+        if len(self._works) == 1:
+            ended.value()
+        else:
+            for each in ended.value():
+                each.value()
+        self._store()
+        return self._outputs
 
     def get_future_result(self) -> torch.futures.Future:
         """Refuse: only NCCL's own process group has results of the kind that it returns."""

@@ -116,13 +116,15 @@ def join_over_store(
     device: object = None,
     purpose: str = "",
     exits: RankExits | None = None,
+    config: str = "",
 ) -> Rendezvous:
     """Join a rendezvous over a torch store that all ``size`` ranks have, as a process group's.
 
     ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
-    the ranks come for, "to ...", for messages; ``exits``: how those that don't come have ended.
-    Blocks until all ranks have come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it
-    is known that a rank has ended.
+    the ranks come for, "to ...", for messages; ``exits``: how those that don't come have ended;
+    ``config``: the communicator's, in words, which all ranks must have. Blocks until all ranks have
+    come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it is known that a rank has
+    ended.
     """
     deadline = _deadline_of(timeout)
     record_last_exception()
@@ -130,7 +132,7 @@ def join_over_store(
         identity = identify_process()
     except InvalidArgument:  # a launcher's variables that can't be used: the store has come in another way
         identity = Identity(rank, size, None, None, "torch")
-    participant = Participant(rank, size, engine, device, "", None, *_store_place(identity, store))
+    participant = Participant(rank, size, engine, device, "", None, *_store_place(identity, store), config)
     records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose)
     return participant.complete(records, deadline)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.config import CommConfig
 from ..comm.engine import get_engine
 from ..comm.liveness import RankExits, publish_process
 from ..comm.waiting import first_line
@@ -115,12 +116,14 @@ def get_communicator(group, device: torch.device) -> Communicator:
 
 
 def open_over_store(
-    store, name: str, rank: int, size: int, device: torch.device, timeout: float, purpose: str, exits: RankExits
-) -> Communicator:
+    store, name: str, rank: int, size: int, device: torch.device, timeout: float, purpose: str, exits: RankExits,
+    config: CommConfig | None = None,
+) -> Communicator:  # fmt: skip
     """Open a communicator of ranks that share a torch store; blocks until all have come.
 
     `name`: of the communicator in the store, the same on all ranks, and used again for the next one
-    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`: as in `join_over_store`.
+    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`: as in `join_over_store`;
+    `config`: the communicator's, the same on all ranks, else `InvalidUsage`.
     Raises as `get_communicator`.
     """
     engine = get_engine(None, device.type)
@@ -138,10 +141,11 @@ def open_over_store(
     deadline = time.monotonic() + timeout
     rendezvous = join_over_store(
         store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device, purpose=purpose,
-        exits=exits,
+        exits=exits, config=repr(config or CommConfig()),
     )  # fmt: skip
     return open_communicator(
-        rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout
+        rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout,
+        config=config,
     )
 
 

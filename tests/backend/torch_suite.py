@@ -1,6 +1,6 @@
 """Torch's own tests of its backends, ``distributed_test``, run on the backend "collectives" with 2 ranks.
 
-    python -m tests.backend.torch_suite [collectives|gloo] [-k PATTERN] [--json FILE]
+    TORCH_SUITE_BACKEND=collectives|gloo python -m tests.backend.torch_suite [-k PATTERN] [--json FILE]
 
 The suite decides by the backend's name what to run: much of it is for "gloo" only, or for a set of names. The name that
 it gets here equals "gloo" as well, so that it runs what it runs on Gloo; the process groups are those of "collectives".
@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 import unittest
+
+from torch.testing._internal.common_distributed import DistTestCases
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
@@ -55,7 +57,7 @@ def load_suite(backend: str):
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
     if backend != "gloo":  # a name that the suite doesn't know is a plugin's
-        source = source.replace('backend_feature["plugin"] = set()', f'backend_feature["plugin"] = {{"{backend}"}}')
+        DistTestCases.backend_feature["plugin"] = {backend}
     exec(compile(source, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
