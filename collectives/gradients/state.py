@@ -100,7 +100,10 @@ class HookState:
         gather: str | None = None, parameters_as_bucket_view: bool = False,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
-            raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}")
+            hint = ""
+            if isinstance(comm, torch.nn.Module):
+                hint = ": the model gets the state, by ddp.register_comm_hook(HookState(), collectives.fused_allreduce)"
+            raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}{hint}")
         if comm is not None and process_group is not None:
             raise InvalidArgument("comm and process_group both say which ranks average: give one of them")
         self.options = options = HookOptions(
