@@ -1,8 +1,8 @@
 """Lightning on our collectives: ``torchrun --nproc-per-node 2 lightning_train.py --way backend``.
 
-``--way``: "backend", "auto", "hook" or "gloo", as in accelerate_train.py. ``--strategy``: "ddp", "spawn" and "fork" (DDP,
-with ranks that Lightning starts so), "fsdp2" and "tensor" (ModelParallelStrategy). ``python lightning_train.py`` alone
-starts its ranks. Rank 0 prints the losses as JSON.
+``--way``: "backend", "auto", "hook" or "gloo", as in accelerate_train.py. ``--strategy``: "ddp", "spawn" and "fork"
+(DDP, with ranks that Lightning starts so), "fsdp2" and "tensor" (ModelParallelStrategy). ``python lightning_train.py``
+alone starts its ranks. Rank 0 prints the losses as JSON.
 """
 
 import json

@@ -98,7 +98,14 @@ def test_what_the_frameworks_do_beside_gradients(program, options, packages):
     found = {}
     for backend in ("gloo", "collectives"):
         done = torchrun(PROGRAMS / f"{program}.py", backend, *options)
-        lines = [line.partition("found ")[2] for line in done.stdout.splitlines()]
-        found[backend] = dict(json.loads(line) for line in lines if line)
-        assert sorted(found[backend]) == [0, 1]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+        found[backend] = json.loads(line.removeprefix("found "))
+        assert len(found[backend]) == 2
     assert found["collectives"] == found["gloo"]
+
+
+def test_ray_train():
+    require("ray")
+    losses = [read_losses(run(EXAMPLES / "ray_train.py", "--way", way)) for way in ("gloo", "backend")]
+    assert [each["backend"] for each in losses] == ["gloo", "collectives"]
+    assert len(losses[0]["losses"]) >= 30 and losses[0]["losses"] == losses[1]["losses"]

@@ -1,4 +1,4 @@
-"""What accelerate does with a process group beside DDP; each rank prints its results as JSON. Argument: the backend."""
+"""What accelerate does with a process group beside DDP; rank 0 prints all ranks' results as JSON. Argument: the backend."""
 
 import json
 import os
@@ -74,9 +74,9 @@ def main():
     configuration = utils.DataLoaderConfiguration(dispatch_batches=True, split_batches=False)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=configuration)
     found = {**collectives_of_accelerate(accelerator), **train_and_resume(accelerator)}
-    text = json.dumps([accelerator.process_index, {name: repr(value) for name, value in found.items()}])
-    sys.stdout.write(f"found {text}\n")
-    sys.stdout.flush()
+    every = utils.gather_object([{name: repr(value) for name, value in found.items()}])
+    if accelerator.is_main_process:
+        print(f"found {json.dumps(every)}", flush=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
