@@ -1,8 +1,8 @@
 """Hugging Face accelerate on our collectives: ``torchrun --nproc-per-node 2 accelerate_train.py --way backend``.
 
 ``--way``: "backend" (every collective), "auto" (DDP's gradients, chosen by time), "hook" (DDP's gradients), or "gloo"
-(torch's own). ``--model``: "ddp", or "fsdp2", which torch's fully_shard makes before accelerate gets the rest: accelerate
-itself shards on GPUs alone. Rank 0 prints the losses as JSON.
+(torch's own). ``--model``: "ddp", or "fsdp2", which torch's fully_shard makes before accelerate gets the rest:
+accelerate itself shards on GPUs alone. Rank 0 prints the losses as JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What accelerate does with a process group beside DDP; rank 0 prints all ranks' results as JSON. Argument: the backend."""
+"""accelerate's collectives beside DDP; rank 0 prints all ranks' results as JSON. Argument: the backend."""
 
 import json
 import os
