@@ -40,6 +40,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", choices=("backend", "gloo"), default="backend")
     backend = "collectives" if parser.parse_args().way == "backend" else "gloo"
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "200")  # each worker imports torch and ray
     # Ray makes the process group before a worker has imported anything: before torch 2.14 the backend is registered so.
     environment = {"worker_process_setup_hook": "collectives.backend.register_backend"}
     environment["env_vars"] = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
