@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..comm.async_queue import fail_future
 from ..comm.error_ranks import renumber_error
 from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError
 
@@ -103,7 +104,7 @@ class Transfer:
         if self._error is None:
             future.set_result(self._future_result)
         else:
-            future.set_exception(self._error)
+            fail_future(future, self._error)
 
 
 class Channel:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ..errors import InvalidArgument
 from ..gradients.parameter_views import find_in_place
@@ -23,9 +24,14 @@ def single(tensors, name: str, rank: int) -> torch.Tensor:
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if it is contiguous memory with no pending conjugation, else a copy."""
+    """Return the tensor itself if it is contiguous memory with no pending conjugation, else a copy.
+
+    Of the result of a functional collective, such as tensor parallelism's, it waits for the tensor inside.
+    """
     if tensor.layout is not torch.strided:
         raise InvalidArgument(f"takes dense tensors, not {tensor.layout}: of sparse ones only all_reduce takes a sum")
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.trigger_wait()
     if tensor.is_complex() and tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():

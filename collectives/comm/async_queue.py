@@ -22,7 +22,7 @@ import torch
 from ..errors import CollectivesError, CollectiveTimeout, CudaError
 from .work import PendingOp, Work
 
-__all__ = ["AsyncQueue", "fulfil_future"]
+__all__ = ["AsyncQueue", "fail_future", "fulfil_future"]
 
 
 class AsyncQueue(ABC):
@@ -234,4 +234,30 @@ def fulfil_future(future: torch.futures.Future, pending_op: PendingOp, result) -
         future.set_result(result)
     else:
         pending_op.reported = True
-        future.set_exception(pending_op.error)
+        fail_future(future, pending_op.error)
+
+
+class _Failed:
+    """Value of a failed future: whoever looks at it gets the error.
+
+    torch's C++ code, such as DDP's reducer, takes the tensors out of a future's Python value by
+    pickling it. `Future.set_exception` stores a value without tensors, and the reducer then reads
+    the first one all the same: the process crashes. This one raises the error there, and a CUDA
+    future stores it as its own.
+    """
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+def fail_future(future: torch.futures.Future, error: BaseException) -> None:
+    """End a future with an error, which ``wait``, ``value`` and torch's C++ code raise."""
+
+    def raise_error(value):
+        raise error
+
+    future._set_unwrap_func(raise_error)
+    future.set_result(_Failed(error))

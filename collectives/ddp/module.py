@@ -33,6 +33,16 @@ def _default_cap(module, arguments, options) -> dict[str, int]:
     return {} if cap == DEFAULT_CAP_MB else {"bucket_cap_mb": cap}
 
 
+def _refuse_wrapped(module) -> None:
+    """Raise `InvalidArgument` for a module of torch's DistributedDataParallel, also a compiled one."""
+    inside = getattr(module, "_orig_mod", module)
+    if isinstance(inside, torch.nn.parallel.DistributedDataParallel):
+        raise InvalidArgument(
+            "this module is a DistributedDataParallel already, and two of them average the gradients twice: register "
+            "the hook on it, register_comm_hook(None, collectives.fused_allreduce), or wrap its .module"
+        )
+
+
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel, whose `register_comm_hook` also takes the hook alone and
     names its own group.
@@ -42,7 +52,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     two passes over them; the hook makes the buckets memory that the ranks share. As in torch, such
     a gradient can't be ``detach_()``-ed. The buckets are allocated outside of malloc's heap, so
     that they can be shared; see `zero_copy`. Raises `InvalidArgument` for `device_ids` that don't
-    match the device of the module's parameters, with those that would.
+    match the device of the module's parameters, with those that would, and for a module that is a
+    DistributedDataParallel already, such as one that accelerate has prepared.
 
     On CUDA the buckets lie in a memory pool over ``ncclMemAlloc`` (``torch.cuda.MemPool``), and
     `fused_allreduce` registers them with its communicator (``ncclCommRegister``), so that NCCL can
@@ -55,6 +66,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """
 
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
+        _refuse_wrapped(module)
         check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
         if len(arguments) < _CAP_AT and options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
             options.update(_default_cap(module, arguments, options))

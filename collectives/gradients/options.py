@@ -138,6 +138,8 @@ class HookOptions:
 
 def _describe_replacement(optimizer) -> str:
     """Return the line to write in place of one of torch's optimizers; "" where there is none."""
+    if isinstance(getattr(optimizer, "optimizer", None), FusedOptimizer):
+        return ", which holds one: pass its .optimizer"
     name = type(optimizer).__name__
     ours = getattr(optim, name, None) if type(optimizer).__module__.startswith("torch.optim.") else None
     if not (isinstance(ours, type) and issubclass(ours, FusedOptimizer)):

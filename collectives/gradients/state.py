@@ -26,6 +26,15 @@ from .zero import ShardedStep
 __all__ = ["HookState"]
 
 
+def _describe_comm(given) -> str:
+    """Return what was passed in place of a communicator, and for a model what to write."""
+    if isinstance(given, torch.nn.Module):
+        hint = ": the model gets the state, by ddp.register_comm_hook(HookState(), collectives.fused_allreduce)"
+        return kind_of(given) + hint
+    return kind_of(given)
+
+
+
 class HookState:
     """State of `fused_allreduce`: the ranks that average, and the options. All options compose.
 
@@ -100,7 +109,7 @@ class HookState:
         gather: str | None = None, parameters_as_bucket_view: bool = False,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
-            raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {kind_of(comm)}")
+            raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {_describe_comm(comm)}")
         if comm is not None and process_group is not None:
             raise InvalidArgument("comm and process_group both say which ranks average: give one of them")
         self.options = options = HookOptions(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from ways import parse_way
+from ways import parse_options
 
 import collectives
 
@@ -49,7 +49,7 @@ class RegisterHook(TrainerCallback):
 
 
 def main():
-    way = parse_way()
+    way = parse_options().way
     # The Trainer takes a group that is there; ddp_backend has names of torch's backends alone.
     dist.init_process_group("collectives" if way == "backend" else "gloo")
     with tempfile.TemporaryDirectory() as folder:
