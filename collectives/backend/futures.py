@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from torch.futures import Future
 
+from ..comm.async_queue import fail_future
+
 __all__ = ["OperationFuture"]
 
 
@@ -52,6 +54,6 @@ class OperationFuture(Future):
         try:
             result = value()
         except Exception as error:
-            self.set_exception(error)
+            fail_future(self, error)
         else:
             self.set_result(result)
