@@ -310,7 +310,10 @@ class GradientBuckets:
         self._reduce_one(bucket)
         recorder = recording.active
         if recorder is not None and not self._overlap and bucket.device.type == "cpu":  # else it only starts here
-            details = {"bucket": bucket.index, "bytes": self._sent - before, "parameters": bucket.describe()}
+            recorder.about["engine"] = self._comms.reducing[bucket.device].engine.name
+            dtype = str(bucket.dtype).removeprefix("torch.")
+            details = {"bucket": bucket.index, "bytes": self._sent - before, "dtype": dtype}
+            details["parameters"] = bucket.describe()
             recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **details)
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
