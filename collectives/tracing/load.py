@@ -27,7 +27,7 @@ def load_traces(paths) -> tuple[list[dict], list[str]]:
         for record in _records_of(trace, path):
             rank = record["rank"]
             if rank in origin:
-                raise InvalidArgument(f"{origin[rank]} and {path} both have rank {rank}: give each rank once, of one run")
+                raise InvalidArgument(f"{origin[rank]} and {path} both have rank {rank}: give each rank once")
             origin[rank] = path
             records.append(record)
     sizes = {record["size"] for record in records}

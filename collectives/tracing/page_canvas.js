@@ -258,8 +258,9 @@ class Picture {
     c.stroke();
     c.setLineDash([]);
     for (const bar of members) {
-      const left = this.x(bar.lane.start[bar.i]), right = Math.max(this.x(bar.lane.end[bar.i]), left + 2), y = this.y(bar.lane) + (LANE - BAR) / 2;
-      c.lineWidth = bar.lane === lane ? 2.5 : 1.5;
+      const left = Math.round(this.x(bar.lane.start[bar.i])), y = this.y(bar.lane) + (LANE - BAR) / 2;
+      const right = Math.max(Math.round(this.x(bar.lane.end[bar.i])), left + 2);
+      c.lineWidth = bar.lane === lane ? 3 : 2;
       c.strokeRect(left, y - 1, right - left, BAR + 2);
       if (members.length < 2) continue;
       const late = bar.lane.start[bar.i] - first, text = late ? `+${formatTime(late, 2)}` : "first";

@@ -48,7 +48,7 @@ def page_data(records: list[dict], limit: int) -> tuple[str, Drawn]:
         zero = min(record["began"] + shift for record, shift in shifted)
         drawn.remarks.append(
             f"The picture has the first {count} of {len(starts)} events, those of the first "
-            f"{(until - zero) / 1e9:.3f} s, since all would make this file too large. The tables and the trace have all."
+            f"{(until - zero) / 1e9:.3f} s, since all would make it too large. The tables and the trace have all."
         )
     return text, drawn
 

@@ -137,7 +137,7 @@ def match_collectives(record: dict) -> dict[tuple, tuple]:
     starts.
     """
     found, count = {}, defaultdict(int)
-    for event in sorted(filter(is_communication, record["events"]), key=lambda event: event[2]):
+    for event in sorted(filter(is_communication, record["events"]), key=lambda event: (event[2], event[0])):
         key = (bisect.bisect_left(record["marks"], event[2]), event[0], event[1])
         found[(*key, count[key])] = event
         count[key] += 1

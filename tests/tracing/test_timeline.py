@@ -34,8 +34,8 @@ def taken(rank, events=(), marks=(), began=0, ended=100 * MS, dropped=0, node="m
     """What a rank hands over, times in ms."""
     events = [(row, name, round(first * MS), round(last * MS), {}) for row, name, first, last in events]
     return {
-        "rank": rank, "size": 2, "about": {}, "host": "here", "node": node, "offset": offset, "began": began, "ended": ended,
-        "events": events, "marks": [round(mark * MS) for mark in marks], "dropped": dropped,
+        "rank": rank, "size": 2, "about": {}, "host": "here", "node": node, "offset": offset, "began": began,
+        "ended": ended, "events": events, "marks": [round(mark * MS) for mark in marks], "dropped": dropped,
     }  # fmt: skip
 
 
