@@ -15,6 +15,8 @@ from .load import load_traces
 from .page import page_path, write_page
 from .report import format_report
 
+__all__ = ["main"]
+
 
 def main(arguments=None) -> int:
     """Write the page, print where it is and the report; return the exit status."""

@@ -181,11 +181,11 @@ class Picture {
   drawBar(lane, i, left, right, y) {
     const { context: c, model } = this, kind = kindOf(model, lane, i);
     const [a, b] = [Math.max(left, GUTTER - 2), Math.min(right, this.width + 2)];
-    // A wait inside of a call of the hook is drawn into it.
-    const inset = kind === "wait" && lane.role === ROLE.program ? 4 : 0;
+    // A wait inside of a call of the hook is drawn into its lower edge.
+    const inset = kind === "wait" && lane.role === ROLE.program && i > 0 && lane.until[i - 1] > lane.start[i] ? BAR - 4 : 0;
     this.drawn++;
     const gap = right - left > 4 ? 1 : 0;
-    this.fill(kind, a, y + inset, Math.max(b - a - gap, 1), BAR - 2 * inset);
+    this.fill(kind, a, y + inset, Math.max(b - a - gap, 1), BAR - inset);
     const wait = waitOf(model, lane, i);
     if (wait * this.scale >= 2) this.drawLate(left, left + wait * this.scale, y);
     if (lane.role === ROLE.communication) {
@@ -286,11 +286,12 @@ class Picture {
     c.clip();
     const rough = ((this.to - this.from) / (this.width - GUTTER)) * 110, power = 10 ** Math.floor(Math.log10(rough));
     const tick = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-    const digits = Math.max(0, Math.ceil((tick >= 1e9 ? 9 : tick >= 1e6 || this.to >= 1e6 ? 6 : 3) - Math.log10(tick) - 1e-9));
+    const [unit, name] = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]].find(([size]) => this.to >= size) || [1e3, "µs"];
+    const digits = Math.max(0, Math.ceil(Math.log10(unit / tick) - 1e-9));
     for (let t = Math.ceil(this.from / tick) * tick; t < this.to; t += tick) {
       this.fill("line", Math.round(this.x(t)), RULER - 6, 1, 6);
       c.fillStyle = colours.soft;
-      c.fillText(this.tickText(t, digits), this.x(t) + 4, RULER - 11);
+      c.fillText(`${(t / unit).toFixed(digits)} ${name}`, this.x(t) + 4, RULER - 11);
     }
     let clear = -Infinity; // numbers of steps don't cover each other
     model.steps.forEach((step, n) => {
@@ -304,16 +305,11 @@ class Picture {
       if (at < clear || (!narrow && at + width > right) || at + width > this.width) return;
       c.fillStyle = colours.text;
       c.fillText(text, at, 12);
-      clear = at + width + 8;
+      clear = at + width + (narrow ? 8 : 0);
     });
     c.restore();
     c.fillStyle = colours.soft;
     c.fillText("time", 10, RULER - 11);
-  }
-
-  tickText(t, digits) {
-    if (this.to >= 1e9 && digits <= 0) return `${(t / 1e9).toFixed(0)} s`;
-    return this.to >= 1e6 ? `${(t / 1e6).toFixed(digits)} ms` : `${(t / 1e3).toFixed(digits)} µs`;
   }
 
   // For each pixel of the whole recording the share of the ranks' time that is exposed.

@@ -76,8 +76,8 @@ def longest_table(records: list[dict], drawn: Drawn) -> str:
             group = drawn.group[id(event)]
             if exposed and (group not in found or exposed > found[group][0]):
                 found[group] = (exposed, record, shift, event)
-    rows = []
-    for group, (exposed, record, shift, event) in sorted(found.items(), key=lambda item: (-item[1][0], item[0]))[:_LONGEST]:
+    rows, longest = [], sorted(found.items(), key=lambda item: (-item[1][0], item[0]))
+    for group, (exposed, record, shift, event) in longest[:_LONGEST]:
         _, name, start, end, details = event
         op, size, _ = payload_of(name, record["size"])
         late = drawn.last.get(group)

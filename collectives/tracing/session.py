@@ -28,11 +28,12 @@ __all__ = ["Timeline", "timeline"]
 class Timeline:
     """A running recording: a context manager that writes the trace at its end.
 
-    `timeline` makes it.
+    `timeline` makes it. ``written``: the files that this rank has written, once it has ended.
     """
 
     def __init__(self, path: Path | None, steps: int | None, html: bool, *, skip_empty: bool = False):
         self.path = path
+        self.written: list[Path] = []
         self._html = html
         self._skip_empty = skip_empty
         self._began, self._offset = _read_clocks()
@@ -163,10 +164,12 @@ class Timeline:
         if path is None:
             return
         write_whole(path, chrome_trace_lines(records))
+        self.written.append(path)
         if not self._html:
             return
         try:
             write_page(page_path(path), records)
+            self.written.append(page_path(path))
         except Exception as error:  # the trace is there
             warnings.warn(
                 f"the page of the timeline can't be written ({type(error).__name__}: {error}); the trace is in {path}, "
@@ -258,8 +261,11 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    if _current is not None:
-        _current._end(collective=False)
+    if (current := _current) is None:
+        return
+    current._end(collective=False)
+    if current.written and os.environ.get("COLLECTIVES_TIMELINE"):  # no line of the program says where it is
+        print(f"collectives.timeline: {' and '.join(map(str, current.written))}", file=sys.stderr)
 
 
 recording.start = timeline

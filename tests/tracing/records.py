@@ -30,7 +30,8 @@ def training(ranks=3, steps=4, buckets=3, parameters="layer{}.weight"):
             for bucket in range(buckets):
                 begin = 10 * step + 2 + 2 * bucket
                 end = begin + (ranks - 1) / 2 + 1.5
-                details = {"bucket": bucket, "bytes": 3000, "dtype": "bfloat16", "parameters": parameters.format(bucket)}
+                details = {"bucket": bucket, "bytes": 3000, "dtype": "bfloat16"}
+                details["parameters"] = parameters.format(bucket)
                 events.append((f"lane {bucket % 2}", "all_reduce 3000000 B", begin + rank / 2, end, details))
                 events.append(("hook", f"bucket {bucket}", end - 0.5, end))
             events.append(("wait", "wait", 10 * step + 9, 10 * step + 9.5))

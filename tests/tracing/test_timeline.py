@@ -300,7 +300,12 @@ def test_the_environment_and_the_end_of_the_interpreter(tmp_path):
     """Written at exit, for a rank that recorded something; a forked child's end writes nothing."""
     env = {"COLLECTIVES_TIMELINE": str(tmp_path / "t.json"), "RANK": "1", "WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, env=os.environ | env, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=ROOT, env=os.environ | env, check=True, timeout=60, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    trace = tmp_path / "t.rank1.json"
+    assert done.stderr == f"collectives.timeline: {trace} and {trace.with_suffix('.html')}\n"
     assert sorted(os.listdir(tmp_path)) == ["t.rank1.html", "t.rank1.json"]
     trace = json.loads((tmp_path / "t.rank1.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {1}
