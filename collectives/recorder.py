@@ -51,13 +51,15 @@ class Recorder:
     """Events of this rank. Any thread may add to it.
 
     ``max_events``: further events are dropped and counted in ``dropped``. ``last_step``: the number
-    of backwards after which ``on_last_step()`` is called.
+    of backwards after which ``on_last_step()`` is called. ``about``: facts of the run by name, such
+    as its engine, which whoever records adds for the head of a timeline's page.
     """
 
     def __init__(self, max_events: int = _MAX_EVENTS, last_step: int | None = None, on_last_step=None):
         self.events: list[tuple] = []  # (row, name, start, end, arguments), times in ns of time.perf_counter_ns()
         self.marks: list[int] = []  # the ends of the backwards
         self.dropped = 0
+        self.about: dict[str, str] = {}
         self._cuda: list[tuple] = []  # (row, name, start event, end event, arguments)
         self._anchors: dict[int, tuple] = {}  # device index -> (event, host time at which it was recorded)
         self._max_events = max_events

@@ -55,7 +55,7 @@ class BucketGradients:
             name = f"all_reduce {bucket.flat.nbytes} B"
             if step is not None:
                 name = f"reduce_scatter {bucket.flat.nbytes} B{', step, all_gather' if pipeline.steps_at_once else ''}"
-            _end_trace(recorder, comm_stream, begun, name, bucket, nbytes)
+            _end_trace(recorder, comm_stream, begun, name, bucket, nbytes, pipeline.options.wire)
         return nbytes
 
     def _shard_spec(self, comm, bucket):
@@ -160,9 +160,13 @@ def _begin_trace(comm_stream: CommStream):
     return comm_stream.stream.record_event(torch.cuda.Event(enable_timing=True))
 
 
-def _end_trace(recorder, comm_stream: CommStream, begun, name: str, bucket: Bucket, nbytes: int) -> None:
+def _end_trace(recorder, comm_stream: CommStream, begun, name: str, bucket: Bucket, nbytes: int, wire: str) -> None:
     """Add a bucket's reduction, which ends here on its stream, to the trace."""
-    details = {"bucket": bucket.index, "bytes": nbytes, "parameters": bucket.describe()}
+    recorder.about["engine"] = comm_stream.comm.engine.name
+    dtype = str(bucket.flat.dtype).removeprefix("torch.")
+    details = {"bucket": bucket.index, "bytes": nbytes, "dtype": dtype, "parameters": bucket.describe()}
+    if wire != "fp32":  # that one sends gradients as they are
+        details["wire"] = wire
     if comm_stream.stream is None:
         recorder.add(comm_stream.trace_row, name, begun, time.perf_counter_ns(), **details)
     else:

@@ -310,8 +310,8 @@ class GradientBuckets:
         self._reduce_one(bucket)
         recorder = recording.active
         if recorder is not None and not self._overlap and bucket.device.type == "cpu":  # else it only starts here
-            details = {"bucket": bucket.index, "bytes": self._sent - before, "parameters": bucket.describe()}
-            recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **details)
+            recorder.about["engine"] = self._comms.reducing[bucket.device].engine.name
+            _record_sending(recorder, bucket, begun, self._sent - before)
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
         comm = self._comms.reducing[bucket.device]
@@ -361,6 +361,13 @@ def _naming_bucket(bucket: GradientBucket):
         yield
     except CollectivesError as error:
         raise error.with_addition(f" -- in gradient bucket {bucket.index}, of {bucket.describe()}") from error
+
+
+def _record_sending(recorder, bucket: GradientBucket, begun: int, nbytes: int) -> None:
+    """Add a bucket's reduction, which ends here, to the trace."""
+    dtype = str(bucket.dtype).removeprefix("torch.")
+    details = {"bucket": bucket.index, "bytes": nbytes, "dtype": dtype, "parameters": bucket.describe()}
+    recorder.add("lane 0", f"all_reduce {bucket.sending.nbytes} B", begun, time.perf_counter_ns(), **details)
 
 
 def _check_arguments(comm, process_group, average, overlap) -> None:

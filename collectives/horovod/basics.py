@@ -303,7 +303,8 @@ def start_timeline(file_path, mark_cycles: bool = False) -> None:
     """Start to record the ranks' operations as a Chrome trace, with `collectives.timeline`.
 
     Call it on all ranks. Each rank writes a file of its own at the end, ``name.rank0.json`` and so
-    on; where torch.distributed is initialised, rank 0 writes one file for all ranks.
+    on, with a page beside it; where torch.distributed is initialised, rank 0 writes both for all
+    ranks.
     ``mark_cycles``: accepted, without effect.
     """
     global _timeline

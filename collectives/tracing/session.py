@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
 import socket
+import sys
 import time
+import warnings
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidUsage
 from ..launcher import detect_launcher
 from ..recorder import Recorder, recording
+from .page import page_path, write_page
 from .report import format_report
 from .trace import chrome_trace_lines
+from .writing import write_whole
 
 __all__ = ["Timeline", "timeline"]
 
@@ -22,11 +28,13 @@ __all__ = ["Timeline", "timeline"]
 class Timeline:
     """A running recording: a context manager that writes the trace at its end.
 
-    `timeline` makes it.
+    `timeline` makes it. ``written``: the files that this rank has written, once it has ended.
     """
 
-    def __init__(self, path: Path | None, steps: int | None, *, skip_empty: bool = False):
+    def __init__(self, path: Path | None, steps: int | None, html: bool, *, skip_empty: bool = False):
         self.path = path
+        self.written: list[Path] = []
+        self._html = html
         self._skip_empty = skip_empty
         self._began, self._offset = _read_clocks()
         self._rank_and_size = None
@@ -40,8 +48,10 @@ class Timeline:
         A second call returns the report again. With torch.distributed initialised this is a
         collective call over its default group: all ranks make it, rank 0 writes one file for all of
         them, and all get the same report. Without it each rank writes a file of its own,
-        ``trace.rank1.json``. Blocks until the GPU has done what was recorded. Raises the
-        ``OSError`` of a file that can't be written.
+        ``trace.rank1.json``; so it does, with a warning, where the ranks' records can't be
+        collected because a rank has died, and then raises that error. Blocks until the GPU has done
+        what was recorded. Raises the ``OSError`` of a trace that can't be written; a page that
+        can't is a warning.
         """
         return self._end(collective=True)
 
@@ -82,9 +92,17 @@ class Timeline:
         record = self._snapshot()
         rank, size = self._rank_and_size
         if collective and size > 1 and _group_initialised():
-            records = [None] * size if rank == 0 else None
+            return self._end_together(record, rank, size)
+        self._text = format_report([record])
+        if record["events"] or record["marks"] or not self._skip_empty:
+            self._write([record], self._own_path())
+        return self._text
+
+    def _end_together(self, record: dict, rank: int, size: int) -> str:
+        records = [None] * size if rank == 0 else None
+        outcome = [None, None]
+        try:
             dist.gather_object(record, records)
-            outcome = [None, None]
             if rank == 0:
                 outcome = [format_report(records), None]
                 try:
@@ -92,17 +110,29 @@ class Timeline:
                 except Exception as error:  # the other ranks wait for the outcome
                     outcome[1] = error
             dist.broadcast_object_list(outcome)
-            self._text, failed = outcome
-            if failed is not None:
-                raise failed
-            return self._text
-        self._text = format_report([record])
-        if record["events"] or record["marks"] or not self._skip_empty:
-            path = self.path
-            if path is not None and size > 1:
-                path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-            self._write([record], path)
+        except Exception as error:  # of torch.distributed: a rank has died, say
+            self._text = outcome[0] or format_report([record])
+            if outcome[0] is None:
+                path = self._own_path()
+                warnings.warn(
+                    f"the timelines of {size} ranks can't be brought together ({type(error).__name__}); "
+                    f"rank {rank} writes {'none' if path is None else f'its own, {path}'}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                self._write([record], path)
+            raise
+        self._text, failed = outcome
+        if failed is not None:
+            raise failed
         return self._text
+
+    def _own_path(self) -> Path | None:
+        """Return the file of this rank alone."""
+        rank, size = self._rank_and_size
+        if self.path is None or size == 1:
+            return self.path
+        return self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
 
     def _note_rank(self) -> None:
         """Store rank and size while they are known: at the end the process group may have been
@@ -118,6 +148,7 @@ class Timeline:
         recorder = self._recorder
         return {
             "rank": self._rank_and_size[0],
+            "size": self._rank_and_size[1],
             "host": socket.gethostname(),
             "node": _boot_id(),
             "offset": self._offset,
@@ -126,44 +157,55 @@ class Timeline:
             "events": list(recorder.events),
             "marks": list(recorder.marks),
             "dropped": recorder.dropped,
+            "about": {**_describe_program(), **recorder.about},
         }
 
     def _write(self, records: list[dict], path: Path | None) -> None:
         if path is None:
             return
-        # A name of this process in the same folder, so that the rename replaces the file
-        # atomically.
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        write_whole(path, chrome_trace_lines(records))
+        self.written.append(path)
+        if not self._html:
+            return
         try:
-            with open(partial, "w") as file:
-                file.writelines(chrome_trace_lines(records))
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            write_page(page_path(path), records)
+            self.written.append(page_path(path))
+        except Exception as error:  # the trace is there
+            warnings.warn(
+                f"the page of the timeline can't be written ({type(error).__name__}: {error}); the trace is in {path}, "
+                "from which `python -m collectives.tracing` makes the page",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
 
 _current: Timeline | None = None
 
 
-def timeline(path=None, *, steps: int | None = None) -> Timeline:
-    """Record what communication does, and write a Chrome trace to `path`.
+def timeline(path=None, *, steps: int | None = None, html: bool = True) -> Timeline:
+    """Record what communication does, and write a Chrome trace to `path` and a page beside it.
 
-    `path` None: it makes only the report. Starts at once and returns a `Timeline`: a context
-    manager, or ``.stop()`` ends it. With `steps` it ends by itself after that many backwards. Start
-    and end it on all ranks: its end is a collective call. A timeline that wasn't stopped is written
-    at the interpreter's exit, by each rank for itself; so is the one that COLLECTIVES_TIMELINE=path
-    starts at import. A rank holds at most 1,000,000 events; file and report say how many were
-    dropped. The ranks of one node share a clock. The clocks of several nodes are aligned by their
-    wall clocks, with the error of these. Raises `InvalidUsage` while another timeline records,
-    `InvalidArgument` for a path in a folder that doesn't exist.
+    `path` None: it makes only the report. The page, ``trace.html`` for ``trace.json``, shows
+    ranks, buckets, waits and exposed communication in any browser, with no network;
+    ``html=False`` leaves it out, and ``python -m collectives.tracing trace.json`` makes it
+    later, also of the files of several ranks. Starts at once and returns a `Timeline`: a
+    context manager, or ``.stop()`` ends it. With `steps` it ends by itself after that many
+    backwards. Start and end it on all ranks: its end is a collective call. A timeline that
+    wasn't stopped is written at the interpreter's exit, by each rank for itself; so is the one
+    that COLLECTIVES_TIMELINE=path starts at import. A rank holds at most 1,000,000 events;
+    files and report say how many were dropped. The ranks of one node share a clock. The clocks
+    of several nodes are aligned by their wall clocks, with the error of these. Raises
+    `InvalidUsage` while another timeline records, `InvalidArgument` for a path in a folder that
+    doesn't exist.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise InvalidArgument(f"steps must be an int from 1 up, or None for no limit, not {steps!r}")
-    return _start(path, steps)
+    if not isinstance(html, bool):
+        raise InvalidArgument(f"html must be True or False, not {html!r}: the page's name is the trace's")
+    return _start(path, steps, html)
 
 
-def _start(path, steps, **options) -> Timeline:
+def _start(path, steps, html=True, **options) -> Timeline:
     global _current
     if path is not None:
         try:
@@ -174,12 +216,23 @@ def _start(path, steps, **options) -> Timeline:
             raise InvalidArgument(f"no file can be written at {path}: give a name in a folder that is there")
     if _current is not None:
         raise InvalidUsage("another timeline is recording: stop() it first")
-    _current = Timeline(path, steps, **options)
+    _current = Timeline(path, steps, html, **options)
     recording.active = _current._recorder
     return _current
 
 
-# ---- Clocks and nodes.
+# ---- The program, clocks and nodes.
+
+
+def _describe_program() -> dict[str, str]:
+    """Return the facts for the head of the page. No arguments: these may hold secrets."""
+    found = {
+        "program": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "interactive",
+        "collectives": getattr(sys.modules["collectives"], "__version__", "unknown"),
+        "torch": getattr(torch, "__version__", "unknown"),
+        "python": platform.python_version(),
+    }
+    return {name: str(value) for name, value in found.items()}
 
 
 def _group_initialised() -> bool:
@@ -208,8 +261,11 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    if _current is not None:
-        _current._end(collective=False)
+    if (current := _current) is None:
+        return
+    current._end(collective=False)
+    if current.written and os.environ.get("COLLECTIVES_TIMELINE"):  # no line of the program says where it is
+        print(f"collectives.timeline: {' and '.join(map(str, current.written))}", file=sys.stderr)
 
 
 recording.start = timeline

@@ -8,9 +8,9 @@ import math
 import re
 from collections import defaultdict
 
-from .report import EXPOSED, align_clocks
+from .summary import EXPOSED, align_clocks
 
-__all__ = ["chrome_trace_lines"]
+__all__ = ["chrome_trace_lines", "json_args", "row_order", "split_tracks"]
 
 
 def chrome_trace_lines(records: list[dict]):
@@ -20,7 +20,9 @@ def chrome_trace_lines(records: list[dict]):
     shifted = align_clocks(records)
     zero = min(min([record["began"], *(e[2] for e in record["events"])]) + shift for record, shift in shifted)
     dropped = {str(record["rank"]): record["dropped"] for record in records}
-    about = {"dropped events": dropped, "clock": "monotonic, of one machine"}
+    # All of a record but its events, from which `load` makes the record again.
+    ranks = [{key: value for key, value in record.items() if key != "events"} for record in records]
+    about = {"dropped events": dropped, "clock": "monotonic, of one machine", "zero": zero, "ranks": ranks}
     if any(shift for _, shift in shifted):
         about["clock"] = "monotonic; several machines, brought together by their wall clocks"
     yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n'
@@ -49,23 +51,23 @@ def _rank_events(record: dict, zero: int):
         for number, (first, last) in enumerate(itertools.pairwise([record["began"], *ends]), 1)
     ] + rows.pop("steps", [])
     tid = 0
-    for row in sorted(rows, key=_row_order):
-        for number, events in enumerate(_split_tracks(rows[row]), 1):
+    for row in sorted(rows, key=row_order):
+        for number, events in enumerate(split_tracks(rows[row]), 1):
             tid += 1
             yield about("thread_name", tid, name=row if number == 1 else f"{row} ({number})")
             yield about("thread_sort_index", tid, sort_index=tid)
             for _, name, start, end, args in events:
                 times = {"ts": (start - zero) / 1000, "dur": (end - start) / 1000}
-                yield {"name": name, "ph": "X", "pid": rank, "tid": tid, **times, "args": _json_args(args)}
+                yield {"name": name, "ph": "X", "pid": rank, "tid": tid, **times, "args": json_args(args)}
 
 
-def _row_order(row: str):
+def row_order(row: str):
     known = ("steps", "backward", *EXPOSED)
     numbers = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", row)]
     return (known.index(row) if row in known else len(known), numbers)
 
 
-def _split_tracks(events: list[tuple]) -> list[list[tuple]]:
+def split_tracks(events: list[tuple]) -> list[list[tuple]]:
     """Split a row's events into tracks in which events nest: a viewer can't show a partial overlap
     in one track.
     """
@@ -85,6 +87,6 @@ def _split_tracks(events: list[tuple]) -> list[list[tuple]]:
     return [placed for placed, _ in tracks]
 
 
-def _json_args(args: dict) -> dict:
+def json_args(args: dict) -> dict:
     """Return the arguments with infinities and NaN as strings, because JSON has no such numbers."""
     return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in args.items()}

@@ -34,8 +34,8 @@ def taken(rank, events=(), marks=(), began=0, ended=100 * MS, dropped=0, node="m
     """What a rank hands over, times in ms."""
     events = [(row, name, round(first * MS), round(last * MS), {}) for row, name, first, last in events]
     return {
-        "rank": rank, "host": "here", "node": node, "offset": offset, "began": began, "ended": ended,
-        "events": events, "marks": [round(mark * MS) for mark in marks], "dropped": dropped,
+        "rank": rank, "size": 2, "about": {}, "host": "here", "node": node, "offset": offset, "began": began,
+        "ended": ended, "events": events, "marks": [round(mark * MS) for mark in marks], "dropped": dropped,
     }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_the_trace(tmp_path):
     assert found[0, "lane 10"][0]["args"] == {"bucket": 2, "norm": "inf", "shape": [2, 3]}
     assert found[0, "steps"][0]["name"] == "step 1"
     assert line.stop() == line.report() and "rank" in line.report()
-    assert os.listdir(tmp_path) == ["trace.json"]
+    assert sorted(os.listdir(tmp_path)) == ["trace.html", "trace.json"]
 
 
 def test_steps_end_it_and_events_have_a_limit(tmp_path):
@@ -275,7 +275,8 @@ def test_ranks_end_it_together(tmp_path):
     folder = tmp_path / "traces"
     folder.mkdir()
     names, _ = run_ranks(and_then_alone, 2, str(tmp_path / "store"), str(folder))
-    assert names == ["failed.rank1.json", "later.rank0.json", "later.rank1.json", "trace.json"]
+    traces = ["failed.rank1.json", "later.rank0.json", "later.rank1.json", "trace.json"]
+    assert names == sorted([*traces, *(name.replace("json", "html") for name in traces)])
     (process,) = {e["pid"] for e in json.loads((folder / "later.rank1.json").read_text())["traceEvents"]}
     assert process == 1
 
@@ -299,11 +300,16 @@ def test_the_environment_and_the_end_of_the_interpreter(tmp_path):
     """Written at exit, for a rank that recorded something; a forked child's end writes nothing."""
     env = {"COLLECTIVES_TIMELINE": str(tmp_path / "t.json"), "RANK": "1", "WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, env=os.environ | env, check=True, timeout=60)
-    assert os.listdir(tmp_path) == ["t.rank1.json"]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=ROOT, env=os.environ | env, check=True, timeout=60, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    trace = tmp_path / "t.rank1.json"
+    assert done.stderr == f"collectives.timeline: {trace} and {trace.with_suffix('.html')}\n"
+    assert sorted(os.listdir(tmp_path)) == ["t.rank1.html", "t.rank1.json"]
     trace = json.loads((tmp_path / "t.rank1.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {1}
     # A launcher has the variable, too, but nothing to write.
     session._start(tmp_path / "none.json", None, skip_empty=True)
     session._at_exit()
-    assert recording.active is None and os.listdir(tmp_path) == ["t.rank1.json"]
+    assert recording.active is None and len(os.listdir(tmp_path)) == 2

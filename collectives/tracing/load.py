@@ -1,0 +1,77 @@
+"""Records of ranks, read back from trace files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from ..errors import InvalidArgument
+from .summary import align_clocks
+
+__all__ = ["load_traces"]
+
+
+def load_traces(paths) -> tuple[list[dict], list[str]]:
+    """Return the records of all ranks in some trace files, by rank, and remarks on what is missing.
+
+    A file that ends in the middle gives what it has. Raises `InvalidArgument` for a file that is no
+    trace of `collectives.timeline`, and for a rank that is in two files; the ``OSError`` of one
+    that can't be read.
+    """
+    records, remarks, origin = [], [], {}
+    for path in map(Path, paths):
+        trace, complete = _read(path)
+        if not complete:
+            remarks.append(f"{path.name} ends in the middle: what comes after its last whole line is missing.")
+        for record in _records_of(trace, path):
+            rank = record["rank"]
+            if rank in origin:
+                raise InvalidArgument(f"{origin[rank]} and {path} both have rank {rank}: give each rank once")
+            origin[rank] = path
+            records.append(record)
+    sizes = {record["size"] for record in records}
+    if len(sizes) > 1:
+        raise InvalidArgument(f"the files are of jobs of {sorted(sizes)} ranks: give those of one run")
+    return sorted(records, key=lambda record: record["rank"]), remarks
+
+
+def _read(path: Path) -> tuple[dict, bool]:
+    """Return a file's trace, and whether it is all there: it has one event a line."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        trace, complete = json.loads(text), True
+    except ValueError:
+        head, *lines = text.split("\n")
+        trace, complete = _parsed(head + "]}") or {}, False
+        if isinstance(trace, dict):
+            trace["traceEvents"] = [event for line in lines if (event := _parsed(line.rstrip(","))) is not None]
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list) or "otherData" not in trace:
+        raise InvalidArgument(f"{path} is no trace of collectives.timeline: it must be the JSON file that it wrote")
+    return trace, complete
+
+
+def _parsed(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _records_of(trace: dict, path: Path) -> list[dict]:
+    other = trace["otherData"]
+    if "ranks" not in other:
+        raise InvalidArgument(f"{path} was written by a version of collectives whose traces make no page: record again")
+    records = [{**record, "events": []} for record in other["ranks"]]
+    by_rank = {record["rank"]: (record, other["zero"] - shift) for record, shift in align_clocks(records)}
+    rows: dict[tuple, str] = {}
+    for event in trace["traceEvents"]:
+        place = event["pid"], event["tid"]
+        if event["ph"] == "M" and event["name"] == "thread_name":
+            rows[place] = re.sub(r" \(\d+\)$", "", event["args"]["name"])  # "lane 2 (2)": a row's second track
+        elif event["ph"] == "X" and rows[place] != "steps":  # steps are the marks
+            record, zero = by_rank[event["pid"]]
+            start = round(event["ts"] * 1000) + zero
+            length = round(event["dur"] * 1000)
+            record["events"].append((rows[place], event["name"], start, start + length, event["args"]))
+    return records
