@@ -6,7 +6,7 @@ long. A wheel is built from the unpacked sdist, in isolation; Python need only h
 which systems those are, and gives the wheel its tag; a wheel that it finds no tag for is an error.
 
 ``--aarch64`` compiles for aarch64 by ``aarch64-linux-gnu-g++``, with the headers of this machine's
-Python, which are those of aarch64 but for the name of the platform. Without the compiler it says so,
+Python, which differ from those of aarch64 in nothing that is used here. Without the compiler it says so,
 and does nothing. What is made is listed, and lies in ``dist/``.
 """
 
