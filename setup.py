@@ -11,6 +11,8 @@ What is built, and where it goes:
   compiled at run time. In a checkout (an editable install) that folder isn't there, and
   ``../kernels`` beside the package is the same.
 
+``tools/wheel.py`` makes the sdist and the manylinux wheels.
+
 ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` are honoured. ``python setup.py build_host --output PATH``
 builds the engine alone, for instance with ``CXXFLAGS=-fsanitize=address``;
 ``COLLECTIVES_HOST_LIBRARY`` then names it at run time.
