@@ -86,7 +86,7 @@ def unpack(sdist, folder):
 
 def environment(python, cross):
     """Return the environment that a wheel is compiled in."""
-    env = dict(os.environ)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     portable = "-include host/portable.h"
     libraries = " ".join(["-Wl,--no-as-needed", *(f"-l:{name}" for name in SYSTEMS), "-Wl,--as-needed"])
     env["CFLAGS"] = f"{env.get('CFLAGS', '')} {portable}".strip()

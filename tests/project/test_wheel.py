@@ -46,12 +46,14 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def python(made, tmp_path_factory) -> Path:
+def python(made, bare, tmp_path_factory) -> Path:
     """The interpreter of a fresh environment with the wheel; torch and what else it needs is this environment's."""
     folder = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", made[1])
+    # Without PYTHONPATH: pip would take the egg-info of a checkout there for the installed package.
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, made[1], env=bare)
     (site,) = folder.glob("lib/python*/site-packages")
     # A bare path: that folder's own .pth files, one of which may lead to a checkout, are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
