@@ -26,7 +26,7 @@ CUDA_EXTRA := import torch; print($(CUDA_EXTRA_OF))
 REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
 
 .DELETE_ON_ERROR:
-.PHONY: demo test thorough matrix lint sanitize bench counts gpu docs mpi browser setup clean FORCE
+.PHONY: demo test thorough matrix lint sanitize bench counts gpu docs wheel wheel-aarch64 mpi browser setup clean FORCE
 
 demo: $(VENV)/.built
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
@@ -83,6 +83,23 @@ $(DOCS_VENV)/.installed: pyproject.toml
 	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $$($(PYTHON) -c '$(DOCS_EXTRA)')
 	@touch $@
 
+# In dist/: the sdist, and a manylinux wheel for each Python that is found here, PYTHONS="python3.11 ..." naming others. Built by
+# tools in an environment of their own; torch is not needed.
+WHEEL_VENV ?= .venv-wheel
+PYTHONS ?=
+wheel: $(WHEEL_VENV)/.installed
+	$(WHEEL_VENV)/bin/python tools/wheel.py $(if $(PYTHONS),--python $(PYTHONS))
+
+# The same for aarch64, by the cross compiler (Debian: apt-get install g++-aarch64-linux-gnu).
+wheel-aarch64: $(WHEEL_VENV)/.installed
+	$(WHEEL_VENV)/bin/python tools/wheel.py --aarch64 $(if $(PYTHONS),--python $(PYTHONS))
+
+WHEEL_EXTRA := import re; print(re.sub("[\",]", "", re.search(r"^wheel = \[(.*)\]", open("pyproject.toml").read(), re.M)[1]))
+$(WHEEL_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $$($(PYTHON) -c '$(WHEEL_EXTRA)')
+	@touch $@
+
 setup: $(VENV)/.installed
 
 $(BIN)/python:
@@ -128,5 +145,5 @@ browser:
 	fi
 
 clean:
-	rm -rf $(VENV) .venv-matrix $(DOCS_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
+	rm -rf $(VENV) .venv-matrix $(DOCS_VENV) $(WHEEL_VENV) build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis collectives/*.so collectives/_lib collectives/*.cpp collectives/*.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

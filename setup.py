@@ -11,16 +11,18 @@ What is built, and where it goes:
   compiled at run time. In a checkout (an editable install) that folder isn't there, and
   ``../kernels`` beside the package is the same.
 
+``tools/wheel.py`` makes the sdist and the manylinux wheels.
+
 ``CXX``, ``CXXFLAGS`` and ``LDFLAGS`` are honoured. ``python setup.py build_host --output PATH``
 builds the engine alone, for instance with ``CXXFLAGS=-fsanitize=address``;
 ``COLLECTIVES_HOST_LIBRARY`` then names it at run time.
 """
 
 import os
-import platform
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +43,8 @@ LINK = (
     "-shared -pthread -Wl,-Bsymbolic -Wl,-soname,libcollectives_host.so -Wl,-z,defs "
     "-Wl,--version-script=host/exports.map"
 ).split()
-ON_X86 = platform.machine().lower() in ("x86_64", "amd64")
+# Not platform.machine(): under a cross compiler this names the machine that is compiled for.
+ON_X86 = sysconfig.get_platform().endswith(("x86_64", "amd64"))
 INSTRUCTION_SETS = {"baseline": []}
 if ON_X86:
     INSTRUCTION_SETS["avx2"] = "-mavx2 -mfma -mf16c".split()
@@ -170,7 +173,9 @@ class BuildExt(build_ext):
         cxx()  # before the minute that the rest takes
         in_tree = self.host_library() == ROOT / LIBRARY
         # An editable build gets a throw-away build_temp: its objects are kept in the tree instead.
-        objects = ROOT / "build" / "host" if in_tree else Path(self.build_temp) / "host"
+        # The others are of no Python: wheels for several Pythons share them.
+        beside_temp = Path(self.build_temp).parent / f"host.{sysconfig.get_platform()}"
+        objects = ROOT / "build" / "host" if in_tree else beside_temp
         with ThreadPoolExecutor(1) as beside:
             engine = beside.submit(build_host_library, self.host_library(), objects)
             super().run()

@@ -10,7 +10,6 @@
 #include <stdint.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "condition.h"
 #include "error.h"
 #include "operation.h"
 #include "segment.h"
@@ -53,7 +53,7 @@ struct ncclComm {
   // threads and the NULL stream.
   uint64_t next_ticket = 0;               // under order_lock()
   std::mutex turn_lock;                   // guards turn and active
-  std::condition_variable turn_changed;
+  coll::Condition turn_changed;
   uint64_t turn = 0;
   std::set<uint64_t> abandoned;            // tickets whose owners stopped waiting; their turn is passed on at once
   bool active = false;                    // an operation is running, and may touch the caller's memory

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "group.h"
+#include "condition.h"
 #include "order.h"
 #include "progress.h"
 #include "queue.h"
@@ -31,7 +32,7 @@ thread_local Group t_group;
 // when the others have come to it, and they go on when it has ended.
 struct Join {
   std::mutex lock;
-  std::condition_variable changed;
+  Condition changed;
   size_t arrived = 0;
   bool done = false;
   Error error;

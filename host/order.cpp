@@ -1,8 +1,6 @@
 // The order of the operations on a communicator.
 #include "order.h"
 
-#include <chrono>
-
 #include "system.h"
 
 namespace coll {
@@ -11,7 +9,7 @@ Error wait_turn(ncclComm* comm, uint64_t ticket, bool* stop) {
   std::unique_lock<std::mutex> hold(comm->turn_lock);
   auto over = [&] { return comm->turn == ticket || comm->abort_flag || comm->revoke_flag; };
   while (!over() && !*stop) {
-    if (comm->turn_changed.wait_for(hold, std::chrono::nanoseconds(kCheckInterval), over)) break;
+    if (comm->turn_changed.wait_for(hold, kCheckInterval, over)) break;
     hold.unlock();  // the check may run a program's own code
     *stop = interrupted();
     hold.lock();

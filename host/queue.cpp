@@ -10,6 +10,7 @@
 #include <set>
 
 #include "queue.h"
+#include "condition.h"
 #include "group.h"
 #include "system.h"
 
@@ -17,7 +18,7 @@ using namespace coll;
 
 struct collHostQueue {
   std::mutex lock;
-  std::condition_variable work_there, work_done;
+  coll::Condition work_there, work_done;
   std::deque<std::function<Error()>> tasks;
   uint64_t pushed = 0, done = 0;
   std::map<uint64_t, Error> failures;  // by ticket, the newest kKeptFailures
@@ -201,7 +202,7 @@ ncclResult_t collHostQueueWait(collHostQueue_t queue, uint64_t ticket, int64_t t
       if (q->thread.get_id() == std::this_thread::get_id())
         return raise(collHostErrorUsage, "collHostQueueWait", "a queue's own thread can't wait for the queue");
       if (timeout_ns < 0) q->work_done.wait(hold, over);
-      else q->work_done.wait_for(hold, std::chrono::nanoseconds(timeout_ns), over);
+      else q->work_done.wait_for(hold, timeout_ns, over);
     }
     if (!over()) return ncclInProgress;
     const Error* failed = q->failure(ticket);
