@@ -29,6 +29,10 @@ MODELS = {
     "8xLinear1024": "8 x Linear(1024)", "8xLinear2048": "8 x Linear(2048)", "3xLinear128": "3 x Linear(128)",
     "gpt6x384": "char-GPT, 6 x 384", "resnet50": "ResNet-50", "bert": "BERT-base", "161 tensors": "161 small tensors",
 }  # fmt: skip
+CALLS = {
+    "all_reduce": "`all_reduce`", "all_gather": "`all_gather_into_tensor`", "reduce_scatter": "`reduce_scatter_tensor`",
+    "all_to_all": "`all_to_all_single`",
+}  # fmt: skip
 LISTS = ("resnet50", "gpt2_124m", "llama3_8b_layer")
 
 
@@ -38,7 +42,7 @@ def bench_rows(name):
     """
     found = {}
     for row in sorted(json.loads((RESULTS / f"{name}.json").read_text())["rows"], key=lambda row: row["in_place"]):
-        who = row["engine"] if row["engine"] in (*NAMES, "gloo", "deepspeed") else "ours"
+        who = row["engine"] if row["engine"] in (*NAMES, "gloo", "deepspeed", "backend") else "ours"
         found[row["op"], who + ("_shared" if row["zero_copy"] else ""), row["bytes"]] = row
     return found
 
@@ -208,7 +212,37 @@ def hosts():
     return table(["bytes", "ours", "ours, shared memory", "Gloo", "times as fast"], body)
 
 
+def backend():
+    """Return the times of torch.distributed's calls on our backend and on Gloo, on 2 and 4 ranks."""
+    two, four = bench_rows("bench_backend_2_ranks"), bench_rows("bench_backend_4_ranks")
+    body = []
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        for size in (KIB, MIB, 25 * MIB):
+            ours, gloo = (two[op, who, size]["time_us"] for who in ("backend", "gloo"))
+            wide = [four[op, who, size]["time_us"] for who in ("backend", "gloo")]
+            body.append([CALLS[op], show_size(size), show_time(ours), show_time(gloo), f"{ours / gloo:.3f}",
+                         f"{wide[0] / wide[1]:.3f}"])  # fmt: skip
+    return table(["call", "bytes", "ours", "Gloo", "ours by Gloo's", "the same, 4 ranks"], body)
+
+
+def backend_steps():
+    """Return what DDP without a hook, and FSDP2, add to a step on our backend, by what they add on Gloo."""
+    rows = [("DDP", row, "no_sync", "gloo", {"backend": "", "backend_view": ", gradients as bucket views"})
+            for row in lines_of("ddp_step_backend")]  # fmt: skip
+    rows += [("FSDP2", row, "alone", "fsdp2", {"fsdp2_backend": "", "fsdp2_backend_alloc": ", in the engine's memory"})
+             for row in lines_of("sharded_step_backend")]  # fmt: skip
+    body = []
+    for front_end, row, base, peer, ways in rows:
+        for way, what in ways.items():
+            added = row["added"][way]
+            times = [show_time(row[f"{name}_ms"] * 1e3) for name in (base, peer, way)]
+            body.append([f"{front_end}, {MODELS[row['model']]}{what}", str(row["ranks"]), *times,
+                         f"{added[0] if isinstance(added, list) else added:.2f}"])  # fmt: skip
+    return table(["step", "ranks", "without communication", "Gloo", "ours", "added, by what Gloo adds"], body)
+
+
 TABLES = {
+    "backend": backend, "backend_steps": backend_steps,
     "readme": readme, "xeon": lambda: all_reduce("xeon"), "epyc": lambda: all_reduce("epyc"), "four_ranks": four_ranks,
     "operations": operations, "steps": steps, "memory": memory, "horovod": horovod, "kernels": kernels, "hosts": hosts,
 }  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,11 +19,21 @@ from .optimizer_trial import differs_apart
 from .param_owners import OwnedParam, assign_owners, default_cost, exchange
 from .scheduler import Scheduler, open_schedulers
 
-__all__ = ["FullParamOptimizer"]
+__all__ = ["FullParamOptimizer", "steps_full_params"]
 
 _NAMES = ("params", "param_names")  # entries of a param group that are no options
 _OP = "FullParamOptimizer"
 _COUPLES = re.compile("lbfgs|prodigy|dadapt")  # parts of the names of classes that look at all parameters together
+
+
+_inner_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def steps_full_params(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is the one inside of a `FullParamOptimizer`, whose state is of
+    whole parameters.
+    """
+    return optimizer in _inner_optimizers
 
 
 class FullParamOptimizer(torch.optim.Optimizer):
@@ -77,6 +88,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         held = {id(param) for group in inner.param_groups for param in group["params"]}
         self._owned = [each for each in self._owned if id(each.full) in held]
         self._inner = inner
+        _inner_optimizers.add(inner)
         super().__init__([self._outer_group(group) for group in inner.param_groups], dict(inner.defaults))
         self._is_made = True
         self._agree()

@@ -327,9 +327,8 @@ class Scheduler:
             unit.to_sharded()
             unit.end_backward(repeated=repeated)
         accumulated, self._params_with_accumulate_hooks = self._params_with_accumulate_hooks, []
-        for shard in accumulated:
-            for hook in list(shard._post_accumulate_grad_hooks.values()):
-                hook(shard)
+        for shard, hook in [(each, hook) for each in accumulated for hook in each._post_accumulate_grad_hooks.values()]:
+            hook(shard)
 
     def _reduce_remaining(self, units: list[Unit]) -> bool:
         """Reduce what still waits on any rank, and drop the gradients of parameters that no rank
@@ -344,10 +343,8 @@ class Scheduler:
         for index in numpy.flatnonzero(flags[:count]).tolist():
             unit = self.registry.get(index)
             if unit is None:
-                raise InvalidUsage(
-                    f"other ranks have gradients of unit {index}, of a module that is gone here", op="fully_shard",
-                    rank=self.comm.rank,
-                )  # fmt: skip
+                text = f"other ranks have gradients of unit {index}, of a module that is gone here"
+                raise InvalidUsage(text, op="fully_shard", rank=self.comm.rank)
             for param in unit.params:
                 param.has_unreduced_grad |= param.full.grad is not None
             self.agreement.reduce_at_end(unit)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ...errors import InvalidArgument
 from ...optim import FusedOptimizer
 from ...torch_patches import patch_optimizer_state
+from ..full_param_optimizer import steps_full_params
 from ..scheduler import find_units
 from .dtensor_calls import LocalShard, ShardPlace
 from .fqns import is_scalar
@@ -30,6 +31,8 @@ def patch_own_state_dict() -> None:
 
 def _places(optimizer: Optimizer) -> dict[int, ShardPlace]:
     """Return the places of the shards that an optimizer steps, by their ids."""
+    if steps_full_params(optimizer):
+        return {}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {id(each.shard): ShardPlace(unit, each) for unit in find_units(params) for each in unit.params}
 
