@@ -77,7 +77,7 @@ def check_torch(outcome: Outcome) -> list[Finding]:
 def check_engine(outcome: Outcome, install: str) -> list[Finding]:
     """Return the findings about the engines.
 
-    ``outcome``: of the probe, at its end. ``install``: what mends the package's own files, "" where
+    ``outcome``: of the probe, at its end. ``install``: what fixes the package's own files, "" where
     nothing of them is wrong.
     """
     values = outcome.values
