@@ -192,6 +192,13 @@ def test_without_torch_it_runs_by_its_path(tmp_path):
     assert {"packages.torch", "packages.numpy", "torch", "engine"} <= report.errors
 
 
+def test_a_current_folder_that_is_deleted(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    report = Report(DOCTOR, "--no-test", cwd=folder, preexec=folder.rmdir)
+    assert report.findings["python.folder"]["remedy"] == "cd /" and "python.folder" in report.errors
+
+
 def test_a_hidden_engine_library():
     report = Report(DOCTOR, COLLECTIVES_HOST_LIBRARY="/nowhere/libcollectives_host.so")
     assert {"package.library", "engine"} <= report.errors
