@@ -61,7 +61,8 @@ def check_torch(outcome: Outcome) -> list[Finding]:
     torch, backends = outcome.values.get("torch"), outcome.values.get("distributed")
     if torch is None:
         text = f"torch can't be imported: {outcome.error}"
-        return [Finding("torch", ERROR, text, _torch_remedy(outcome), {"error": outcome.error, "output": outcome.output})]
+        values = {"error": outcome.error, "output": outcome.output}
+        return [Finding("torch", ERROR, text, _torch_remedy(outcome), values)]
     built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
     names = ", ".join(name for name, there in (backends or {}).items() if there) or "none"
     found = [
