@@ -19,17 +19,23 @@ __all__ = ["check_requirements", "is_doctor"]
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _DOCTOR = os.path.join(_FOLDER, "doctor", "__main__.py")
 _EXTENSIONS = ("_nccl", "_kernels")
-_WITH_VALUE = ("-W", "-X")  # Python's options whose value may be the next word
+_WITH_VALUE = "WX"  # Python's options of one letter whose value is the rest of the word, or the next word
 
 
 def is_doctor(words: Sequence[str]) -> bool:
     """Return whether a command line of Python, as in ``sys.orig_argv``, runs this package's doctor."""
-    index = 1
-    while index < len(words) and words[index].startswith("-"):
-        if words[index].startswith("-m"):
-            module = words[index][2:] or (words[index + 1] if index + 1 < len(words) else "")
-            return module == "collectives.doctor"
-        index += 2 if words[index] in _WITH_VALUE else 1
+    rest = iter(words[1:])
+    for word in rest:
+        if not word.startswith("-"):
+            return False
+        letters = "" if word.startswith("--") else word[1:]
+        for place, letter in enumerate(letters, 1):  # several in one word, as in "-um collectives.doctor"
+            if letter == "m":
+                return (letters[place:] or next(rest, "")) == "collectives.doctor"
+            if letter in _WITH_VALUE:
+                if not letters[place:]:
+                    next(rest, "")
+                break
     return False
 
 

@@ -18,6 +18,7 @@ from .errors import EngineUnavailable
 __all__ = [
     "ATTRIBUTES",
     "OLDEST",
+    "AsyncCollectiveTensor",
     "BatchNorm",
     "TensorBase",
     "TorchDispatchMode",
@@ -65,6 +66,7 @@ _check_version(torch.__version__)
 # ---- Names that 2.8 to 2.15 have.
 from torch._C import TensorBase  # noqa: E402  (its attributes as functions, which need no Python frame for each tensor)
 from torch._C._nn import flatten_dense_tensors  # noqa: E402
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten  # noqa: E402

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ..errors import InvalidArgument
 from ..gradients.parameter_views import find_in_place
+from ..torch_compat import AsyncCollectiveTensor
 
 __all__ = ["as_dense", "flat_view", "gather_buffer", "join", "run_all", "single", "store_back"]
 

@@ -26,7 +26,7 @@ class Limit:
 def read_text(path: str) -> str | None:
     """Return a file's text without the space around it; None where it can't be read."""
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:  # a mount point's name may be of any bytes
             return file.read().strip()
     except OSError:
         return None

@@ -50,14 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings += [*check_torch(outcome), *check_engine(outcome, install), *check_gpus(outcome), *surroundings]
     if options.test:
         findings += _test(outcome, launched, options.timeout)
-    _report(findings, options, time.monotonic() - begin)
+    try:
+        _report(findings, options, time.monotonic() - begin)
+    except BrokenPipeError:  # of `| head`, which has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python writes at its end has a place
     return 1 if worst(findings) == ERROR else 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m collectives.doctor",
-        description="Check this install and its surroundings, and print the line that mends what is wrong.",
+        description="Check this install and its surroundings, and print the line that fixes what is wrong.",
         epilog="The exit status is 1 where an error was found; warnings alone leave it 0. docs/doctor.md",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all that was read")
@@ -103,6 +106,7 @@ def _test(outcome: Outcome, launched: bool, limit: float) -> list[Finding]:
 
 
 def _report(findings: list[Finding], options: argparse.Namespace, seconds: float) -> None:
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path or a variable may hold what this terminal can't show
     mask = (lambda value: value) if options.names else make_mask()
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     version = package_version()

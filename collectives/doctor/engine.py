@@ -61,8 +61,8 @@ def check_torch(outcome: Outcome) -> list[Finding]:
     torch, backends = outcome.values.get("torch"), outcome.values.get("distributed")
     if torch is None:
         text = f"torch can't be imported: {outcome.error}"
-        remedy = "pip install torch" if "No module named" in outcome.error else "pip install --force-reinstall torch"
-        return [Finding("torch", ERROR, text, remedy, {"error": outcome.error, "output": outcome.output})]
+        values = {"error": outcome.error, "output": outcome.output}
+        return [Finding("torch", ERROR, text, _torch_remedy(outcome), values)]
     built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
     names = ", ".join(name for name, there in (backends or {}).items() if there) or "none"
     found = [
@@ -77,12 +77,12 @@ def check_torch(outcome: Outcome) -> list[Finding]:
 def check_engine(outcome: Outcome, install: str) -> list[Finding]:
     """Return the findings about the engines.
 
-    ``outcome``: of the probe, at its end. ``install``: what mends the package's own files, "" where
+    ``outcome``: of the probe, at its end. ``install``: what fixes the package's own files, "" where
     nothing of them is wrong.
     """
     values = outcome.values
     if "torch" not in values:
-        return [Finding("engine", ERROR, "not known, since torch can't be imported", "pip install torch")]
+        return [Finding("engine", ERROR, "not known, since torch can't be imported", _torch_remedy(outcome))]
     if "engines" not in values:
         text = f"collectives can't be imported: {outcome.error}"
         remedy = install or "python -c 'import collectives'   # its whole traceback"
@@ -123,6 +123,10 @@ def check_engine(outcome: Outcome, install: str) -> list[Finding]:
         remedy = "nvidia-smi" if "CUDA" in values["stage"] else "python -X faulthandler -c 'import collectives'"
         found.append(Finding("engine.probe", ERROR, text, remedy))
     return found
+
+
+def _torch_remedy(outcome: Outcome) -> str:
+    return "pip install torch" if "No module named" in outcome.error else "pip install --force-reinstall torch"
 
 
 def _library_remedy(text: str, install: str) -> str:

@@ -17,7 +17,7 @@ class Finding:
 
     ``name``: "cores", or "cores.load" for something wrong that a check of several things found.
     ``status``: "ok"; "warning": it works, but slowly, or not for every program; "error": it doesn't
-    work. ``text``: sentences for a person. ``remedy``: the one line to type that mends it, "" where
+    work. ``text``: sentences for a person. ``remedy``: the one line to type that fixes it, "" where
     nothing is wrong. ``values``: what was read, for JSON.
     """
 

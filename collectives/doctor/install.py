@@ -45,7 +45,10 @@ def _other_copies() -> list[str]:
     """Return the folders of other packages of this name on ``sys.path``."""
     found = []
     for entry in sys.path:
-        folder = os.path.realpath(os.path.join(entry or os.getcwd(), "collectives"))
+        try:
+            folder = os.path.realpath(os.path.join(entry or os.getcwd(), "collectives"))
+        except FileNotFoundError:  # the current folder has been deleted
+            continue
         if os.path.isfile(os.path.join(folder, "__init__.py")) and folder != os.path.realpath(PACKAGE_FOLDER):
             found.append(folder)
     return list(dict.fromkeys(found))
@@ -85,6 +88,7 @@ def check_install() -> list[Finding]:
     kind = "a checkout" if checkout else "installed"
     found = [
         python,
+        *_check_current_folder(),
         Finding("package", OK, f"collectives {values['version']}, {kind}: {PACKAGE_FOLDER}", values=values),
     ]
     build = f"cd {shlex.quote(root)} && python setup.py build_ext --inplace" if checkout else (
@@ -115,6 +119,15 @@ def check_install() -> list[Finding]:
     return found
 
 
+def _check_current_folder() -> list[Finding]:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        text = "the current folder has been deleted: torch's libraries can't be loaded in it"
+        return [Finding("python.folder", ERROR, text, "cd /")]
+    return []
+
+
 def _describe_missing(missing: list[str], others: list[str], root: str, install: str) -> Finding:
     names = " and ".join(f"collectives.{name}" for name in missing)
     foreign = [os.path.basename(path) for name in missing for path in glob.glob(f"{PACKAGE_FOLDER}/{name}.*.so")]
@@ -124,7 +137,7 @@ def _describe_missing(missing: list[str], others: list[str], root: str, install:
     built = [folder for folder in others if all(_extension(folder, name) for name in _EXTENSIONS)]
     if built:
         text += f". This folder hides a copy that is built: {built[0]}"
-        here = os.path.realpath(os.getcwd()) == os.path.realpath(root)
+        here = os.path.realpath(os.curdir) == os.path.realpath(root)
         leave = "cd / && python -m collectives.doctor" if here else "unset PYTHONPATH"
         return Finding("package.shadow", ERROR, text, leave)
     return Finding("package.extensions", ERROR, text, install)

@@ -98,7 +98,8 @@ def _check_master(found: Identity, values: dict) -> list[Finding]:
     if connect and not outcome.values.get("reached"):
         text = f"nothing answers at {address}, where torchrun's agent has the job's store: {outcome.error}"
         return [Finding("launcher.master", ERROR, text, f"nc -vz {found.master_addr} {found.master_port}")]
-    here = all(each.startswith("127.") or each == "::1" for each in values["master_addresses"])
+    # Not by what a host's name resolves to: on that host itself it is often 127.0.1.1.
+    here = re.fullmatch(r"localhost|127\..*|::1", found.master_addr, re.IGNORECASE)
     if here and found.local_size is not None and found.local_size < found.size:
         text = f"MASTER_ADDR={found.master_addr} is each node's own address, and the ranks are on several nodes"
         return [Finding("launcher.master", ERROR, text, "export MASTER_ADDR=<the address of rank 0's node>")]

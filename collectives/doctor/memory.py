@@ -43,8 +43,8 @@ def _shm() -> tuple[int, int] | None:
 def check_memory(root: str = "/") -> list[Finding]:
     """Check the memory that is free. ``root`` stands for ``/`` of /proc and the cgroups."""
     info, limit, shm = _meminfo(root), memory_limit(root), _shm()
-    available = info.get("MemAvailable", 0)
-    free = min(available, limit.limit - limit.used) if limit else available
+    available = info.get("MemAvailable")
+    free = min(([] if available is None else [available]) + ([limit.limit - limit.used] if limit else []), default=None)
     kills = oom_kills(root)
     overcommit = read_text(os.path.join(root, "proc/sys/vm/overcommit_memory"))
     huge = "/sys/kernel/mm/transparent_hugepage/"
@@ -56,14 +56,15 @@ def check_memory(root: str = "/") -> list[Finding]:
         "shmem_hugepages": _chosen(huge + "shmem_enabled"),
         "dev_shm": shm[0] if shm else None, "dev_shm_free": shm[1] if shm else None,
     }  # fmt: skip
-    text = f"{_size(free)} free of {_size(values['total'] or 0)}, " + (
+    text = "/proc/meminfo can't be read" if available is None else f"{_size(free)} free of {_size(info['MemTotal'])}"
+    text += ", " + (
         f"cgroup limit {_size(limit.limit)} with {_size(limit.used)} used" if limit else "no cgroup limit"
     )
     text += f", /dev/shm {_size(shm[0])} with {_size(shm[1])} free" if shm else ", no /dev/shm"
     text += f", huge pages {values['transparent_hugepages']}, for shared memory {values['shmem_hugepages']}"
     found = [Finding("memory", OK, text, values=values)]
-    if free < _LITTLE:
-        by_group = limit is not None and free < available
+    if free is not None and free < _LITTLE:
+        by_group = limit is not None and (available is None or free < available)
         found.append(
             Finding(
                 "memory.free", ERROR if free < _TOO_LITTLE else WARNING,

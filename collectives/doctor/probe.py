@@ -21,12 +21,15 @@ _BEGIN = """
 import faulthandler, json, sys
 faulthandler.enable()
 faulthandler.dump_traceback_later({limit!r}, exit=True)
-sys.path[:1] = [{path!r}]
+if sys.path[:1] == [""]:
+    del sys.path[0]
+sys.path.insert(0, {path!r})
 def emit(**values):
     print({mark!r} + json.dumps(values), flush=True)
 """
 # By these an import of the package records a trace, or changes DDP.
 _NOT_INHERITED = ("COLLECTIVES_TIMELINE", "COLLECTIVES_AUTO_CHILDREN")
+_OPTIONS = ("-I",) if sys.flags.isolated else ()  # as this process: without PYTHON's variables and the user's packages
 _LINES_OF_ERROR = 40  # of a stack, at most
 
 
@@ -51,15 +54,17 @@ class StartedProbe:
         given = os.environ if environment is None else environment
         env = {name: value for name, value in given.items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", begin + text], env=env, stdin=subprocess.DEVNULL, text=True,
+            [sys.executable, *_OPTIONS, "-c", begin + text], env=env, stdin=subprocess.DEVNULL, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace",
         )  # fmt: skip
 
     def wait(self) -> Outcome:
         """Wait for its end, at most for its time limit and some seconds; then it is killed."""
+        late = False
         try:
             out, err = self._process.communicate(timeout=self._limit + _GRACE)
         except subprocess.TimeoutExpired:
+            late = True
             self._process.kill()
             out, err = self._process.communicate()
         found = Outcome(output="\n".join(err.splitlines()[-_LINES_OF_ERROR:]))
@@ -69,7 +74,7 @@ class StartedProbe:
         code = self._process.returncode
         if code:
             lines = [line for line in err.splitlines() if line.strip()]
-            if any(line.startswith("Timeout (") for line in lines) or code == -9:
+            if any(line.startswith("Timeout (") for line in lines) or late:
                 found.error = f"not done within {self._limit:g} s"
             elif code < 0:
                 found.error = f"the process was killed by signal {-code}"
@@ -94,7 +99,8 @@ def run_command(command: Sequence[str], limit: float) -> tuple[str | None, str]:
     The output is None where the command isn't there, fails, or takes longer than ``limit`` seconds.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit,
+                              stdin=subprocess.DEVNULL)  # fmt: skip
     except FileNotFoundError:
         return None, f"{command[0]} is not installed"
     except OSError as error:

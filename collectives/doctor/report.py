@@ -18,7 +18,7 @@ __all__ = ["make_mask", "write_json", "write_text"]
 
 _COLOURS = {OK: "32", WARNING: "33", ERROR: "31"}
 _WIDEST = 120
-_COMMON = ("root", "user", "localhost")  # names that name nobody
+_COMMON = ("root", "user", "localhost", "host", "docker", "python", "torch")  # names that name nobody
 
 
 def make_mask() -> Callable[[Any], Any]:
@@ -60,7 +60,7 @@ def write_json(findings: Sequence[Finding], header: dict, mask: Callable[[Any], 
 
 
 def write_text(findings: Sequence[Finding], title: str, mask: Callable[[Any], Any], file: TextIO) -> None:
-    """Write a line for each finding, and at the end what is wrong with the line that mends it."""
+    """Write a line for each finding, and at the end what is wrong with the line that fixes it."""
     coloured = file.isatty() and not os.environ.get("NO_COLOR")
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     names = max(len(each.name) for each in findings)
@@ -82,13 +82,13 @@ def write_text(findings: Sequence[Finding], title: str, mask: Callable[[Any], An
         print("Nothing is wrong.", file=file)
     else:
         errors = sum(each.status == ERROR for each in wrong)
-        print(f"To mend: {errors} error{'s' * (errors != 1)}, {len(wrong) - errors} warning"
+        print(f"To fix: {errors} error{'s' * (errors != 1)}, {len(wrong) - errors} warning"
               f"{'s' * (len(wrong) - errors != 1)}", file=file)  # fmt: skip
-        mended: set[str] = set()  # what follows from another fault is mended by the same line
+        fixed: set[str] = set()  # what follows from another fault is fixed by the same line
         for each in sorted(wrong, key=lambda each: each.status != ERROR):
-            if each.remedy in mended:
+            if each.remedy in fixed:
                 continue
-            mended.add(each.remedy)
+            fixed.add(each.remedy)
             first = textwrap.shorten(mask(each.text), 2 * width, placeholder=" ...")
             print(file=file)
             lines = textwrap.wrap(first, width - 9, break_on_hyphens=False, break_long_words=False)

@@ -18,6 +18,12 @@ RANKS = 2
 _SMALL, _BIG = str(1 << 10), str(25 << 20)
 _FAR_BELOW = 1 / 3
 _SLOW_CALL = 1e-3  # seconds of a small call; a switch of processes takes some microseconds
+# What to type where a rank died of a signal. The kernel sends SIGKILL for want of memory.
+_SIGNALS = {
+    "SIGBUS": "df -h /dev/shm; free -m",
+    "SIGILL": "export COLLECTIVES_ISA=baseline",
+    "SIGKILL": "dmesg -T | grep -i 'killed process'",
+}
 _PROGRAM = """
 emit(stage="import collectives")
 from collectives.doctor.rank import run_rank
@@ -157,8 +163,8 @@ def _describe_failure(name: str, failed: list[tuple[int, Outcome]], values: dict
     remedy = "python -m collectives.doctor --json   # has the ranks' stacks, to paste into an issue"
     if launched and ("did not come" in error or "not done within" in error):
         remedy = "unset RANK WORLD_SIZE   # if this shell is no rank of a job; else start its other ranks"
-    for signal_name in ("SIGBUS", "SIGILL"):
-        if f"signal {getattr(signal, signal_name).value}" in error:
+    for signal_name, line in _SIGNALS.items():
+        if error.endswith(f"signal {getattr(signal, signal_name).value}"):
             text += f" ({signal_name})"
-            remedy = "export COLLECTIVES_ISA=baseline" if signal_name == "SIGILL" else "df -h /dev/shm; free -m"
+            remedy = line
     return Finding(name, ERROR, text, remedy, values)

@@ -47,7 +47,7 @@ def _try_futex() -> None:
 def _try_socket() -> None:
     """Pass a descriptor over an abstract socket, with the peer's uid, as ranks do."""
     with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
-        server.bind(f"\0collectives-doctor-{os.getpid()}")
+        server.bind("")  # the kernel chooses a free abstract name
         server.listen(1)
         client.connect(server.getsockname())
         with server.accept()[0] as other:

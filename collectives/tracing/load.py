@@ -24,7 +24,11 @@ def load_traces(paths) -> tuple[list[dict], list[str]]:
         trace, complete = _read(path)
         if not complete:
             remarks.append(f"{path.name} ends in the middle: what comes after its last whole line is missing.")
-        for record in _records_of(trace, path):
+        try:
+            found = _records_of(trace, path)
+        except (AttributeError, LookupError, TypeError) as error:  # another tool's events, or edited ones
+            raise _no_trace(path) from error
+        for record in found:
             rank = record["rank"]
             if rank in origin:
                 raise InvalidArgument(f"{origin[rank]} and {path} both have rank {rank}: give each rank once")
@@ -38,7 +42,7 @@ def load_traces(paths) -> tuple[list[dict], list[str]]:
 
 def _read(path: Path) -> tuple[dict, bool]:
     """Return a file's trace, and whether it is all there: it has one event a line."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         trace, complete = json.loads(text), True
     except ValueError:
@@ -46,9 +50,17 @@ def _read(path: Path) -> tuple[dict, bool]:
         trace, complete = _parsed(head + "]}") or {}, False
         if isinstance(trace, dict):
             trace["traceEvents"] = [event for line in lines if (event := _parsed(line.rstrip(","))) is not None]
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list) or "otherData" not in trace:
-        raise InvalidArgument(f"{path} is no trace of collectives.timeline: it must be the JSON file that it wrote")
+    if (
+        not isinstance(trace, dict)
+        or not isinstance(trace.get("traceEvents"), list)
+        or not isinstance(trace.get("otherData"), dict)
+    ):
+        raise _no_trace(path)
     return trace, complete
+
+
+def _no_trace(path: Path) -> InvalidArgument:
+    return InvalidArgument(f"{path} is no trace of collectives.timeline: it must be the JSON file that it wrote")
 
 
 def _parsed(text: str):

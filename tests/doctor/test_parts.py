@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from collectives.doctor import launching
 from collectives.doctor.cgroups import cpu_quota, folders, memory_limit, oom_kills, process_limit
 from collectives.doctor.cores import check_cores
 from collectives.doctor.gpus import check_gpus, parse_query, parse_topology
+from collectives.doctor.launching import check_launcher
 from collectives.doctor.limits import check_limits
 from collectives.doctor.memory import check_memory
 from collectives.doctor.probe import Outcome, run_command, start_python
@@ -76,6 +79,25 @@ def test_version_1_in_a_container(tmp_path):
     assert found["cores"].values["quota"] == 0.5 and "cores.quota" in found
 
 
+def test_files_that_cannot_be_read_and_names_of_any_bytes(tmp_path):
+    root = second_version(tmp_path)
+    with open(tmp_path / "proc/self/mountinfo", "ab") as file:
+        file.write(b"31 23 0:27 / /mnt/\xe9t\xe9 rw - ext4 /dev/sda rw\n")
+    assert memory_limit(root).limit == 800 * MIB
+    (found,) = check_memory(str(tmp_path / "nothing"))
+    assert found.status == "ok" and found.values["free"] is None and "can't be read" in found.text
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.0.1", "error"), ("localhost", "error"), ("node0", None)])
+def test_a_master_that_each_node_takes_for_itself(monkeypatch, address, status):
+    """A host's own name is often 127.0.1.1 on that host, and its real address on the others."""
+    here = Outcome({"addresses": ["127.0.1.1"]})
+    monkeypatch.setattr(launching, "start_python", lambda *_: SimpleNamespace(wait=lambda: here))
+    env = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address}
+    found = {each.name: each.status for each in check_launcher({**env, "MASTER_PORT": "29500"})}
+    assert found["launcher"] == "ok" and found.get("launcher.master") == status
+
+
 def test_no_limit_is_none(tmp_path):
     write(tmp_path, **{
         "proc/self/cgroup": "4:memory:/",
@@ -137,7 +159,15 @@ def test_a_probe_that_crashes_names_the_signal():
     assert outcome.error == "the process was killed by signal 11" and "Segmentation fault" in outcome.output
 
 
+def test_a_probe_that_the_kernel_kills_is_not_late():
+    outcome = start_python("import os\nemit(stage='open')\nos.kill(os.getpid(), 9)", 30).wait()
+    assert outcome.error == "the process was killed by signal 9"
+    (found,) = check_self_test("host", [outcome, Outcome(error="RemoteError: rank 0 has ended")], False)
+    assert "(SIGKILL)" in found.text and found.remedy == "dmesg -T | grep -i 'killed process'"
+
+
 def test_commands_that_fail_or_hang():
+    assert run_command(["printf", r"\377"], 10) == ("\ufffd", "")
     assert run_command(["sh", "-c", "echo no >&2; exit 3"], 10) == (None, "sh: no")
     assert run_command(["sleep", "100"], 0.3) == (None, "sleep has not ended within 0.3 s")
 
@@ -148,6 +178,9 @@ def test_commands_that_fail_or_hang():
         ("python -m collectives.doctor --json", True),
         ("python -u -X faulthandler -m collectives.doctor", True),
         ("python -mcollectives.doctor", True),
+        ("python -um collectives.doctor", True),
+        ("python -IXdev -Wignore -W error -mcollectives.doctor", True),
+        ("python -um collectives.run", False),
         ("python -m collectives.run -n 2 -m collectives.doctor", False),
         ("python program.py -m collectives.doctor", False),
         ("python -m", False),

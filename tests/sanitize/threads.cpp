@@ -279,6 +279,7 @@ void abort_while_finalizing(Rank& me) {
     OK(ncclAllReduce(&x, &x, 1, ncclFloat32, ncclSum, me.comm, reinterpret_cast<cudaStream_t>(queue)));
     std::thread other([&] { ncclCommFinalize(me.comm); });
     usleep(100 * 1000);
+    CHECK(collHostQueueWait(queue, 1, 1000 * 1000) == ncclInProgress);  // until its time has run out
     OK(ncclCommAbort(me.comm));
     other.join();
     CHECK(collHostQueueWait(queue, 1, -1) != ncclSuccess);

@@ -204,9 +204,14 @@ def test_what_the_command_refuses(tmp_path, capsys):
     one = written(tmp_path / "one.json", training()[:1])
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     (tmp_path / "text.json").write_text("hello")
+    (tmp_path / "bytes.json").write_bytes(b"\x1f\x8b\xff\x00")
+    (tmp_path / "chrome.json").write_text('{"traceEvents": [{"ph": "i"}], "otherData": {"ranks": []}}')
+    (tmp_path / "list.json").write_text('{"traceEvents": [], "otherData": ["ranks"]}')
     cases = [
         (["none.json"], "No such file"), (["other.json"], "no trace of collectives.timeline"),
-        (["text.json"], "no trace of collectives.timeline"), (["one.json", "one.json"], "both have rank 0"),
+        *((name, "no trace of collectives.timeline") for name in (["text.json"], ["bytes.json"], ["chrome.json"],
+                                                                  ["list.json"])),
+        (["one.json", "one.json"], "both have rank 0"),
         (["one.json", "-o", "one.json"], "another name"), (["one.json", "-o", "none/page.html"], "No such file"),
     ]  # fmt: skip
     for words, message in cases:
