@@ -302,15 +302,15 @@ class Scheduler:
         if self.graph_task is None:
             return  # it was aborted
         units = self.units
-        self.planner.end_backward(self._current_backward)
-        self._current_backward = []
+        seen, self._current_backward = self._current_backward, []
+        self.planner.end_backward(seen)
         if not self.is_last_backward:
             self.agreement.end_pass()
             self.graph_task = None
             if self.depth:
                 self.planner.resume_forward()
             return
-        if any(unit.reduce_grads for unit in units):
+        if self._reduces(units, seen):
             repeated = self._reduce_remaining(units)
         else:
             repeated = self.agreement.end_pass()
@@ -329,6 +329,15 @@ class Scheduler:
         accumulated, self._params_with_accumulate_hooks = self._params_with_accumulate_hooks, []
         for shard, hook in [(each, hook) for each in accumulated for hook in each._post_accumulate_grad_hooks.values()]:
             hook(shard)
+
+    def _reduces(self, units: list[Unit], seen: list[Unit]) -> bool:
+        """Return whether a backward reduces gradients, or all of them wait for a later one, the same on
+        all ranks. `seen`: the units that it has run.
+        """
+        used = self.planner.units_of_backward() or units
+        if any(unit.reduce_grads for unit in used):
+            return True
+        return any(unit.reduce_grads and (unit in seen or unit.gradients.has_gradients()) for unit in units)
 
     def _reduce_remaining(self, units: list[Unit]) -> bool:
         """Reduce what still waits on any rank, and drop the gradients of parameters that no rank
