@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -127,6 +128,12 @@ class FullParamOptimizer(torch.optim.Optimizer):
                 scheduler, unit, group, sharded = found[id(param)]
                 if self._scheduler not in (None, scheduler):
                     raise InvalidUsage("its parameters are over several communicators: make one for each", op=_OP)
+                if param.is_meta:
+                    raise InvalidUsage(
+                        f"{sharded.name} is on the meta device: make this optimizer after the module has memory, as by "
+                        "to_empty() and an initialisation",
+                        op=_OP,
+                    )
                 if group.store != group.device:
                     raise InvalidUsage(
                         f"{sharded.name} has its shards on the host and is computed on {group.device} (CPU offload): "
@@ -305,12 +312,25 @@ class FullParamOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any ranks, or one of an unsharded optimizer: the state of parameters
         that this rank owns. A local call.
+
+        Warns where it has state of parameters of other ranks and none of some of this rank's.
         """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [param for group in self._inner.param_groups for param in group["params"]]
-        others = {id(each.full) for each in self._owned if not each.is_here}
-        drop = {number for number, param in zip(numbers, held, strict=False) if id(param) in others}
-        kept = {number: state for number, state in state_dict["state"].items() if number not in drop}
+        state, by_full = state_dict["state"], {id(each.full): each for each in self._owned}
+        owned = [(number, by_full[id(p)]) for number, p in zip(numbers, held, strict=False) if id(p) in by_full]
+        drop = {number for number, each in owned if not each.is_here}
+        kept = {number: entries for number, entries in state.items() if number not in drop}
+        missing = [each.name for number, each in owned if each.full.requires_grad and number not in state]
+        if missing and len(kept) < len(state):
+            more = ", ..." if len(missing) > 3 else ""
+            warnings.warn(
+                f"the state dict has no state of {', '.join(missing[:3])}{more}, which this rank steps, and has that of "
+                "parameters that other ranks step: they begin with no state. If it is another rank's state_dict(), load "
+                "each rank's own, or use collectives.sharded.save and load",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._inner.load_state_dict({**state_dict, "state": kept})
         _copy_options(self._inner.param_groups, self.param_groups)
         self._publish_state()
