@@ -82,9 +82,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         self._shards: dict[int, torch.Tensor] = {}  # id of what the optimizer holds -> what param_groups do
         inner = optimizer_class(self._add(_as_groups(params)), **defaults)
         if not isinstance(inner, torch.optim.Optimizer):
-            raise InvalidArgument(
-                f"optimizer_class must return a torch.optim.Optimizer, not {kind_of(inner)}", op=_OP
-            )
+            raise InvalidArgument(f"optimizer_class must return a torch.optim.Optimizer, not {kind_of(inner)}", op=_OP)
         self._check_inner(inner)
         held = {id(param) for group in inner.param_groups for param in group["params"]}
         self._owned = [each for each in self._owned if id(each.full) in held]
@@ -129,11 +127,8 @@ class FullParamOptimizer(torch.optim.Optimizer):
                 if self._scheduler not in (None, scheduler):
                     raise InvalidUsage("its parameters are over several communicators: make one for each", op=_OP)
                 if param.is_meta:
-                    raise InvalidUsage(
-                        f"{sharded.name} is on the meta device: make this optimizer after the module has memory, as by "
-                        "to_empty() and an initialisation",
-                        op=_OP,
-                    )
+                    text = f"{sharded.name} is on the meta device: make this optimizer after to_empty()"
+                    raise InvalidUsage(text, op=_OP)
                 if group.store != group.device:
                     raise InvalidUsage(
                         f"{sharded.name} has its shards on the host and is computed on {group.device} (CPU offload): "
@@ -311,9 +306,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any ranks, or one of an unsharded optimizer: the state of parameters
-        that this rank owns. A local call.
-
-        Warns where it has state of parameters of other ranks and none of some of this rank's.
+        that this rank owns. Warns where it has none of some of these, and that of others. A local call.
         """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [param for group in self._inner.param_groups for param in group["params"]]
@@ -323,14 +316,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         kept = {number: entries for number, entries in state.items() if number not in drop}
         missing = [each.name for number, each in owned if each.full.requires_grad and number not in state]
         if missing and len(kept) < len(state):
-            more = ", ..." if len(missing) > 3 else ""
-            warnings.warn(
-                f"the state dict has no state of {', '.join(missing[:3])}{more}, which this rank steps, and has that of "
-                "parameters that other ranks step: they begin with no state. If it is another rank's state_dict(), load "
-                "each rank's own, or use collectives.sharded.save and load",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn_of_missing(missing)
         self._inner.load_state_dict({**state_dict, "state": kept})
         _copy_options(self._inner.param_groups, self.param_groups)
         self._publish_state()
@@ -381,3 +367,15 @@ def _copy_options(source: list[dict], to: list[dict]) -> None:
     """Copy the options of param groups, without their parameters."""
     for theirs, ours in zip(source, to, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in _NAMES})
+
+
+def _warn_of_missing(names: list[str]) -> None:
+    """Warn that a state dict has no state of these parameters, and that of other ranks' ones."""
+    more = ", ..." if len(names) > 3 else ""
+    warnings.warn(
+        f"the state dict has no state of {', '.join(names[:3])}{more}, which this rank steps, and has that "
+        "of parameters that other ranks step: they begin with no state. If it is another rank's state_dict(), "
+        "load each rank's own, or use collectives.sharded.save and load",
+        RuntimeWarning,
+        stacklevel=3,
+    )

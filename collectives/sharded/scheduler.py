@@ -310,7 +310,7 @@ class Scheduler:
             if self.depth:
                 self.planner.resume_forward()
             return
-        if self._reduces(units, seen):
+        if _reduces(self.planner, units, seen):
             repeated = self._reduce_remaining(units)
         else:
             repeated = self.agreement.end_pass()
@@ -329,15 +329,6 @@ class Scheduler:
         accumulated, self._params_with_accumulate_hooks = self._params_with_accumulate_hooks, []
         for shard, hook in [(each, hook) for each in accumulated for hook in each._post_accumulate_grad_hooks.values()]:
             hook(shard)
-
-    def _reduces(self, units: list[Unit], seen: list[Unit]) -> bool:
-        """Return whether a backward reduces gradients, or all of them wait for a later one, the same on
-        all ranks. `seen`: the units that it has run.
-        """
-        used = self.planner.units_of_backward() or units
-        if any(unit.reduce_grads for unit in used):
-            return True
-        return any(unit.reduce_grads and (unit in seen or unit.gradients.has_gradients()) for unit in units)
 
     def _reduce_remaining(self, units: list[Unit]) -> bool:
         """Reduce what still waits on any rank, and drop the gradients of parameters that no rank
@@ -365,6 +356,16 @@ class Scheduler:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]
             self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _reduces(planner: PassPlanner, units: list[Unit], seen: list[Unit]) -> bool:
+    """Return whether a backward reduces gradients, or all of them wait for a later one, the same on
+    all ranks. `seen`: the units that it has run.
+    """
+    used = planner.units_of_backward() or units
+    if any(unit.reduce_grads for unit in used):
+        return True
+    return any(unit.reduce_grads and (unit in seen or unit.gradients.has_gradients()) for unit in units)
 
 
 def _end_forward(unit: Unit, reshards: bool) -> None:
