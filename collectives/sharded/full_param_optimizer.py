@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -81,9 +82,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         self._shards: dict[int, torch.Tensor] = {}  # id of what the optimizer holds -> what param_groups do
         inner = optimizer_class(self._add(_as_groups(params)), **defaults)
         if not isinstance(inner, torch.optim.Optimizer):
-            raise InvalidArgument(
-                f"optimizer_class must return a torch.optim.Optimizer, not {kind_of(inner)}", op=_OP
-            )
+            raise InvalidArgument(f"optimizer_class must return a torch.optim.Optimizer, not {kind_of(inner)}", op=_OP)
         self._check_inner(inner)
         held = {id(param) for group in inner.param_groups for param in group["params"]}
         self._owned = [each for each in self._owned if id(each.full) in held]
@@ -127,6 +126,9 @@ class FullParamOptimizer(torch.optim.Optimizer):
                 scheduler, unit, group, sharded = found[id(param)]
                 if self._scheduler not in (None, scheduler):
                     raise InvalidUsage("its parameters are over several communicators: make one for each", op=_OP)
+                if param.is_meta:
+                    text = f"{sharded.name} is on the meta device: make this optimizer after to_empty()"
+                    raise InvalidUsage(text, op=_OP)
                 if group.store != group.device:
                     raise InvalidUsage(
                         f"{sharded.name} has its shards on the host and is computed on {group.device} (CPU offload): "
@@ -304,13 +306,17 @@ class FullParamOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any ranks, or one of an unsharded optimizer: the state of parameters
-        that this rank owns. A local call.
+        that this rank owns. Warns where it has none of some of these, and that of others. A local call.
         """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         held = [param for group in self._inner.param_groups for param in group["params"]]
-        others = {id(each.full) for each in self._owned if not each.is_here}
-        drop = {number for number, param in zip(numbers, held, strict=False) if id(param) in others}
-        kept = {number: state for number, state in state_dict["state"].items() if number not in drop}
+        state, by_full = state_dict["state"], {id(each.full): each for each in self._owned}
+        owned = [(number, by_full[id(p)]) for number, p in zip(numbers, held, strict=False) if id(p) in by_full]
+        drop = {number for number, each in owned if not each.is_here}
+        kept = {number: entries for number, entries in state.items() if number not in drop}
+        missing = [each.name for number, each in owned if each.full.requires_grad and number not in state]
+        if missing and len(kept) < len(state):
+            _warn_of_missing(missing)
         self._inner.load_state_dict({**state_dict, "state": kept})
         _copy_options(self._inner.param_groups, self.param_groups)
         self._publish_state()
@@ -361,3 +367,15 @@ def _copy_options(source: list[dict], to: list[dict]) -> None:
     """Copy the options of param groups, without their parameters."""
     for theirs, ours in zip(source, to, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in _NAMES})
+
+
+def _warn_of_missing(names: list[str]) -> None:
+    """Warn that a state dict has no state of these parameters, and that of other ranks' ones."""
+    more = ", ..." if len(names) > 3 else ""
+    warnings.warn(
+        f"the state dict has no state of {', '.join(names[:3])}{more}, which this rank steps, and has that "
+        "of parameters that other ranks step: they begin with no state. If it is another rank's state_dict(), "
+        "load each rank's own, or use collectives.sharded.save and load",
+        RuntimeWarning,
+        stacklevel=3,
+    )

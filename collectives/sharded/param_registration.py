@@ -57,7 +57,8 @@ class ParamRegistration:
     def register(self, form: str) -> None:
         """Have the modules hold every parameter in this form."""
         self.form = form
-        set_gathering(self._held, False)  # __setattr__ may look up what it replaces
+        if self._by_setattr:
+            set_gathering(self._held, False)  # __setattr__ may look up what it replaces
         held_of = operator.attrgetter(form)
         for parameters, attribute, param in self._by_dict:
             parameters[attribute] = held_of(param)

@@ -66,11 +66,13 @@ class PassPlanner:
         self.backward = BackwardPlan([], [])  # of the last backward
         self._expectation_changes = True  # since the last backward's plan was made
         self._forward_kinds: list[tuple] = []  # of the forwards since the last backward
+        self._roots: dict[int, weakref.ref] = {}  # the outermost units of these, by their numbers
+        self._backward_roots: list[weakref.ref] = []  # those of the forwards before the last backward
         self._units_inside: dict[int, tuple[int, list[weakref.ref]]] = {}  # of an outermost unit, by its number
 
     def reset(self) -> None:
         """Drop the forwards that wait for a backward."""
-        self._forward_kinds = []
+        self._forward_kinds, self._roots = [], {}
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
@@ -100,6 +102,8 @@ class PassPlanner:
 
     def begin_forward(self, unit: Unit, overlaps: bool) -> None:
         """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it."""
+        if torch.is_grad_enabled():
+            self._roots[unit.index] = weakref.ref(unit)
         if any(each.gathers for each in self._find_units_inside(unit)):
             number = len(self._forward_kinds) if torch.is_grad_enabled() else -1
             kind = ("forward", unit.index, number, _form_of(unit))
@@ -117,6 +121,16 @@ class PassPlanner:
     def end_backward(self, units: list[Unit]) -> None:
         """Note the units of a backward, each once."""
         self._backward_order = list(map(weakref.ref, units))
+
+    def units_of_backward(self) -> list[Unit]:
+        """Return the units of the modules whose forwards came before the last backward, the same ones
+        on ranks that have run the same forwards.
+
+        The living units aren't: a module that is gone may have been collected on some ranks, and not
+        yet on others.
+        """
+        roots = [root for root in living(self._backward_roots) if root.module() is not None]
+        return [each for root in roots for each in self._find_units_inside(root)]
 
     def frees_inside(self, unit: Unit) -> bool:
         """Whether gathered memory of other units in a unit's module is freed when they are resharded."""
@@ -137,6 +151,8 @@ class PassPlanner:
         """
         self.units_before_reshard = 0
         kinds, self._forward_kinds = tuple(self._forward_kinds), []
+        if self._roots:  # none in a second backward of the same forwards
+            self._backward_roots, self._roots = list(self._roots.values()), {}
         roots = {kind[1]: self._registry.get(kind[1]) for kind in kinds}
         roots = [root for root in roots.values() if root is not None and root.module() is not None]
         units = [each for root in roots for each in self._find_units_inside(root)]

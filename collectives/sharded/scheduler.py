@@ -302,15 +302,15 @@ class Scheduler:
         if self.graph_task is None:
             return  # it was aborted
         units = self.units
-        self.planner.end_backward(self._current_backward)
-        self._current_backward = []
+        seen, self._current_backward = self._current_backward, []
+        self.planner.end_backward(seen)
         if not self.is_last_backward:
             self.agreement.end_pass()
             self.graph_task = None
             if self.depth:
                 self.planner.resume_forward()
             return
-        if any(unit.reduce_grads for unit in units):
+        if _reduces(self.planner, units, seen):
             repeated = self._reduce_remaining(units)
         else:
             repeated = self.agreement.end_pass()
@@ -356,6 +356,16 @@ class Scheduler:
             flags = used[unit.first_param : unit.first_param + len(unit.params)]
             self._params_with_accumulate_hooks += unit.gradients.drop_unused(flags)
         return repeated
+
+
+def _reduces(planner: PassPlanner, units: list[Unit], seen: list[Unit]) -> bool:
+    """Return whether a backward reduces gradients, or all of them wait for a later one, the same on
+    all ranks. `seen`: the units that it has run.
+    """
+    used = planner.units_of_backward() or units
+    if any(unit.reduce_grads for unit in used):
+        return True
+    return any(unit.reduce_grads and (unit in seen or unit.gradients.has_gradients()) for unit in units)
 
 
 def _end_forward(unit: Unit, reshards: bool) -> None:

@@ -1,6 +1,7 @@
 """Divergence: ranks that follow schedules and then run other units get right gradients, or all an error."""
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -46,6 +47,31 @@ def skips(ctx):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_leaves_a_unit_out(tmp_path, ranks):
     check(skips, tmp_path, ranks)
+
+
+@over_gloo
+def keeps_another_model(ctx):
+    """One rank keeps a model that the others have dropped, while gradients of another one add up."""
+    gone, kept = sharded(Branches()), None
+    step(gone, ctx.rank, 0)
+    if ctx.rank == 0:
+        kept = gone
+    del gone
+    gc.collect()
+    model = sharded(Branches())
+    model.set_requires_gradient_sync(False)
+    for at in range(6):
+        loss_of(model, ctx.rank, USUAL, at).backward()
+    model.set_requires_gradient_sync(True)
+    for at in range(3):
+        step(model, ctx.rank, at)
+    del kept
+    return {"gradients": equal(gradients(model), theirs(2, [USUAL] * ctx.size, ctx.size), close=ctx.size > 2)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_keeps_a_model_that_the_others_drop(tmp_path, ranks):
+    check(keeps_another_model, tmp_path, ranks)
 
 
 @over_gloo

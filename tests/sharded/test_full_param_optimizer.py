@@ -2,6 +2,8 @@
 
 import copy
 import math
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from collectives.comm.consensus import all_gather_object
 from collectives.errors import InvalidUsage, RemoteError
 from collectives.sharded import (
     CPUOffloadPolicy,
@@ -263,6 +266,30 @@ def test_own_state_dicts_and_unusual_parameters():
     assert run_ranks(own_states, 2) == [([], True)] * 2  # of 2 equal gradients the mean is exact
 
 
+def of_rank_0(ctx):
+    """Load rank 0's own state dict on all ranks, then each rank's own, and the unsharded optimizer's."""
+    model, again = (shard(ctx.communicator(), "units") for _ in range(2))
+    optimizers, fresh = RULES["muon_and_adamw"](model, True), RULES["muon_and_adamw"](again, True)[0]
+    train(model, optimizers, ctx.rank, last=1)
+    own = optimizers[0].state_dict()
+    rank_0s = pickle.loads(bytes.fromhex(all_gather_object(ctx.communicator(), pickle.dumps(own).hex())[0]))
+    plain = unsharded("muon_and_adamw", ctx.size, last=1)[1][0].state_dict()
+    texts = []
+    for given in (rank_0s, own, plain, {**plain, "state": {}}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fresh.load_state_dict(given)
+        texts.append([str(each.message) for each in caught])
+    return texts
+
+
+def test_another_ranks_own_state_dict_is_a_warning():
+    found = run_ranks(of_rank_0, 2)
+    assert found[0] == [[], [], [], []]
+    (text,), *others = found[1]
+    assert "weight of unit" in text and "begin with no state" in text and others == [[], [], []]
+
+
 def saving(ctx, rule, path):
     model = shard(ctx.communicator(), "units")
     optimizers = RULES[rule](model, True)
@@ -471,6 +498,11 @@ def refused(ctx):
         FullParamOptimizer(matrices(model), lambda params: torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]))
     with pytest.raises(InvalidUsage, match="copied or pickled"):
         copy.deepcopy(FullParamOptimizer(matrices(model), torch.optim.Muon))
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model, comm=ctx.communicator())
+    with pytest.raises(InvalidUsage, match="net.0.weight is on the meta device"):
+        FullParamOptimizer(matrices(model), torch.optim.Muon)
     return True
 
 

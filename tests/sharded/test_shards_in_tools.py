@@ -256,7 +256,19 @@ def own_state_dicts(ctx):
             assert {type(value) for value in kept if isinstance(value, torch.Tensor)} == {torch.Tensor}
             train(model, ours, 1)
             assert not differences(dict(model.state_dict()), dict(reference.state_dict())), name
-    return loaded_by_pickle(ours.state_dict())
+    made = loaded_by_pickle(ours.state_dict())
+    # A program's hooks may give state dicts another form.
+    hooks = [
+        ours.register_state_dict_post_hook(lambda _, state_dict: {"all": state_dict}),
+        ours.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict["all"]),
+    ]
+    given = ours.state_dict()
+    assert list(given) == ["all"]
+    ours.load_state_dict(given)
+    for hook in hooks:
+        hook.remove()
+    assert not differences(made["state"][0], loaded_by_pickle(ours.state_dict())["state"][0])
+    return made
 
 
 def refused(ctx, saved):

@@ -47,7 +47,7 @@ def _by_number(optimizer: Optimizer, given: dict[str, Any]) -> dict[Any, torch.T
 def _describe(optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with a `LocalShard` for each entry of a shard's elements."""
     places = _places(optimizer)
-    if not places:
+    if not places or not {"state", "param_groups"} <= made.keys():  # a hook of the program's has returned another one
         return made
     params = _by_number(optimizer, made)
     state = dict(made["state"])
