@@ -6,15 +6,17 @@ place in call order. So each channel, one direction between two ranks with one t
 communicator of its own, which both ends open at the channel's first use.
 
 A channel's transfers are run one after the other, by whoever waits for one of them, else by the
-channel's thread.
+channel's thread. The thread isn't woken for a transfer that its caller waits for at once: two
+threads would take turns for each message.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -67,8 +69,11 @@ class Transfer:
 
         Past the time it stays in flight, and can be waited for again.
         """
-        if timeout is None and self._channel is not None:
-            self._channel.run_until(self)
+        if self._channel is not None and not self.is_completed():
+            if timeout is None:
+                self._channel.run_until(self)
+            else:
+                self._channel.wake()
         if not self._ended.wait(timeout):
             whom = "any rank" if self.source_rank is None else f"rank {self.source_rank}"
             raise CollectiveTimeout(
@@ -125,23 +130,36 @@ class Channel:
         self._closed = False
 
     @property
+    def _direction(self) -> str:
+        return "send" if self._own_rank == self._ends[0] else "recv"
+
+    @property
     def is_open(self) -> bool:
         return self._comm is not None
 
-    def submit(self, transfer: Transfer) -> Transfer:
-        """Queue a transfer, which the channel's thread runs unless a `wait` does it first."""
+    def submit(self, transfer: Transfer, wake: bool = True) -> Transfer:
+        """Queue a transfer, which the channel's thread runs unless a `wait` does it first.
+
+        `wake`: False leaves it to the `wait`, which must follow.
+        """
         transfer._channel = self
         with self._changed:
             if self._closed:
                 raise InvalidUsage("the process group was destroyed", op=transfer.name, rank=self._own_rank)
             self._queue.append(transfer)
-            if self._thread is None:
-                name = f"collectives-{transfer.name}-{'-'.join(map(str, self._ends))}"
+        if wake:
+            self.wake()
+        return transfer
+
+    def wake(self) -> None:
+        """Have the channel's thread run what is queued; the first call starts it."""
+        with self._changed:
+            if self._thread is None and not self._closed:
+                name = f"collectives-{self._direction}-{'-'.join(map(str, self._ends))}"
                 self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 self._thread.start()
             else:
                 self._changed.notify()
-        return transfer
 
     def _serve(self) -> None:
         while True:
@@ -154,8 +172,11 @@ class Channel:
                 self._run_next()
 
     def run_until(self, transfer: Transfer) -> None:
-        """Run transfers in this thread until one has ended, unless the channel's thread runs them."""
-        while not transfer.is_completed() and self._turn.acquire(blocking=False):
+        """Run transfers in this thread until one has ended, unless another thread runs them."""
+        while not transfer.is_completed():
+            if not self._turn.acquire(blocking=False):
+                self.wake()  # another caller's thread stops behind its own transfer
+                return
             try:
                 self._run_next()
             finally:
@@ -201,8 +222,7 @@ class Channel:
 
     def _renumber(self, error: CollectivesError) -> CollectivesError:
         """Return an error of the channel's communicator with the group's rank numbers."""
-        name = "send" if self._own_rank == self._ends[0] else "recv"
-        found = renumber_error(error, self._ends, op=name, rank=self._own_rank)
+        found = renumber_error(error, self._ends, op=self._direction, rank=self._own_rank)
         found.__cause__ = error
         return found
 
@@ -240,16 +260,30 @@ class Channels:
         self._channels: dict[tuple[int, int, int], Channel] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._thread = threading.local()
+
+    @contextlib.contextmanager
+    def waited_at_once(self) -> Iterator[None]:
+        """Wake no thread for this thread's transfers of the block: it waits for each behind its call."""
+        self._thread.waits = True
+        try:
+            yield
+        finally:
+            self._thread.waits = False
+
+    def _submit(self, transfer: Transfer, source: int, destination: int) -> Transfer:
+        wake = not getattr(self._thread, "waits", False)
+        return self._channel(source, destination, transfer.tag).submit(transfer, wake)
 
     def send(self, array: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Begin to send an array to a rank."""
-        return self._channel(self._rank, peer, tag).submit(Transfer("send", array, peer, tag))
+        return self._submit(Transfer("send", array, peer, tag), self._rank, peer)
 
     def recv(self, array: torch.Tensor, peer: int | None, tag: int) -> Transfer:
         """Begin to receive an array from a rank; None: from any."""
         transfer = Transfer("recv", array, peer, tag)
         if peer is not None:
-            return self._channel(peer, self._rank, tag).submit(transfer)
+            return self._submit(transfer, peer, self._rank)
         thread = threading.Thread(
             target=self._receive_from_any, args=(transfer,), name="collectives-recv-any", daemon=True
         )

@@ -35,6 +35,10 @@ class PointToPointOps(Launching):
         """Receive a tensor from whichever rank of the group sends one first."""
         return self.recv(tensors, None, tag)
 
+    def waited_at_once(self):
+        """Return a block in which this thread waits for each send and receive behind its call."""
+        return self._channels.waited_at_once()
+
     def _start(self, comm, data, peer, tag, name):
         if peer is not None and (peer == self._rank or not 0 <= peer < self._size):
             raise InvalidArgument(

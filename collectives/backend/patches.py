@@ -15,7 +15,11 @@ __all__ = ["install"]
 
 @functools.cache
 def install() -> None:
-    """Make ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout`` work on groups of this backend."""
+    """Make torch's functions that look at a group's class work on groups of this backend.
+
+    Those are ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout``. Blocking ``send``
+    and ``recv`` are made faster.
+    """
     c10d = dist.distributed_c10d
     barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
@@ -45,15 +49,32 @@ def install() -> None:
         backend = _find_backend(group)
         return set_timeout(timeout, group) if backend is None else backend.set_timeout(timeout)
 
+    blocking = {name: _waited_at_once(getattr(c10d, name)) for name in ("send", "recv")}
     patch_attribute(
         c10d, "_set_pg_timeout", _set_pg_timeout, "torch sets the timeout of its own backends only, and warns of others"
     )
     for module in (c10d, dist):
+        for name, call in blocking.items():
+            patch_attribute(module, name, call, "torch's is a non-blocking one and a wait, which would wake a thread")
         patch_attribute(module, "monitored_barrier", monitored_barrier, "torch refuses it for all backends but Gloo")
         patch_attribute(
             module, "batch_isend_irecv", batch_isend_irecv,
             "torch issues a batch call by call on process groups that are subclasses, and NCCL needs it as one group",
         )  # fmt: skip
+
+
+def _waited_at_once(function):
+    """Return torch's blocking ``send`` or ``recv``, in which a backend of ours wakes no thread."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        backend = _find_backend(args[2] if len(args) > 2 else options.get("group"))
+        if backend is None:
+            return function(*args, **options)
+        with backend.waited_at_once():
+            return function(*args, **options)
+
+    return call
 
 
 def _find_backend(group):

@@ -46,9 +46,8 @@ def parse_reduction(op, dtype: torch.dtype, name: str, rank: int) -> Reduction:
     numbers.
     """
     kind = op.op if isinstance(op, _OP) else op
-    if kind == _OP.PREMUL_SUM:
-        return _find_premul(op, dtype, name, rank)
-    return _find(kind, dtype, name, rank)
+    found = _find(kind, dtype, name, rank)
+    return _find_premul(op, dtype, name, rank) if found is None else found
 
 
 def _find_premul(op, dtype, name, rank) -> Reduction:
@@ -58,7 +57,10 @@ def _find_premul(op, dtype, name, rank) -> Reduction:
 
 
 @functools.cache
-def _find(kind, dtype: torch.dtype, name: str, rank: int) -> Reduction:
+def _find(kind, dtype: torch.dtype, name: str, rank: int) -> Reduction | None:
+    """Return how a kind of reduction is done; None for the premultiplied sum, whose factor is the call's."""
+    if kind == _OP.PREMUL_SUM:
+        return None
     if dtype is torch.bool:
         if kind == _OP.BXOR:
             return Reduction(bitwise=torch.bitwise_xor)

@@ -74,5 +74,10 @@ class SharedMemoryPool:
             return self._free.pop(at)
         while self._free and self.reserved + nbytes > self.max_allocated:
             self.reserved -= self._free.pop(0).numel()
+        try:
+            block = comm.empty(nbytes, torch.uint8)
+        except BaseException:
+            self.allocated -= nbytes  # no block will return it
+            raise
         self.reserved += nbytes
-        return comm.empty(nbytes, torch.uint8)
+        return block

@@ -2,6 +2,7 @@
 
 import os
 import random
+import threading
 import time
 from datetime import timedelta
 
@@ -135,3 +136,47 @@ def killed(ctx, path):
 def test_a_dead_peer_is_named(tmp_path):
     alive, dead = run_ranks(killed, 2, tmp_path / "store", deaths=[1])
     assert alive == (1,) and isinstance(dead, Died)
+
+
+def both_ways(ctx, rounds, peer):
+    """Send and receive by blocking calls, this rank's first; return the sum of what has come."""
+    total = 0.0
+    for number in range(rounds):
+        got = torch.empty(2)
+        for call in ("send", "recv") if ctx.rank == 0 else ("recv", "send"):
+            if call == "send":
+                dist.send(tensor=torch.full((2,), float(number)), dst=peer)
+            else:
+                dist.recv(got, src=peer)
+        total += got[0].item()
+    return total
+
+
+@over("collectives")
+def blocking(ctx):
+    peer = 1 - ctx.rank
+    total = both_ways(ctx, 3, peer)
+    threads = [
+        each.name for each in threading.enumerate() if each.name.startswith(("collectives-send", "collectives-recv"))
+    ]
+    # Two threads of one channel: who waits behind another caller's transfer isn't left alone.
+    sums = []
+    callers = [threading.Thread(target=lambda: sums.append(both_ways(ctx, 10, peer))) for _ in range(2)]
+    for each in callers:
+        each.start()
+    for each in callers:
+        each.join()
+    # After it, a non-blocking one goes on by itself.
+    got = torch.zeros(1)
+    works = [dist.irecv(got, peer), dist.isend(torch.ones(1), peer)]
+    while not all(each.is_completed() for each in works):
+        time.sleep(0.001)
+    return total, threads, sum(sums), got.item()
+
+
+def test_blocking_calls_wake_no_thread(tmp_path):
+    found = run_ranks(blocking, 2, tmp_path / "store")
+    total = 0.0 + 1 + 2
+    for each in found:
+        assert each[:2] == (total, []) and each[3] == 1
+    assert sum(each[2] for each in found) == 4 * sum(range(10))
