@@ -241,7 +241,7 @@ class _Failed:
     """Value of a failed future: whoever looks at it gets the error.
 
     torch's C++ code, such as DDP's reducer, takes the tensors out of a future's Python value by
-    pickling it. `Future.set_exception` stores a value without tensors, and the reducer then reads
+    pickling it. A future that torch fails stores a value without tensors, and the reducer then reads
     the first one all the same: the process crashes. This one raises the error there, and a CUDA
     future stores it as its own.
     """

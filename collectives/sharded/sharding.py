@@ -161,8 +161,8 @@ def shard(
     kind = _name_of(module)
     found = managed_parameters(module, ignored_params, stop=lambda each: isinstance(each, ShardedModule))
     for names, places, param in found:
-        check_parameter(param, names[0])
         _check_not_sharded(param, names[0], places[0], kind, ranks.world.rank)
+        check_parameter(param, names[0])
     described = f"{kind}: " + "; ".join(
         f"{' = '.join(names)} {list(param.shape)} {str(param.dtype).removeprefix('torch.')}"
         f"{'' if param.requires_grad else ' frozen'}"
