@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidUsage
+from ..torch_compat import group_timeout_setter
 from .data_ops import DataOps
 from .options import parse_options
 from .p2p_ops import PointToPointOps
@@ -103,7 +104,10 @@ class MixedGroup(CollectivesGroup):
 
     def set_timeout(self, timeout):
         super().set_timeout(timeout)
-        self._others.set_timeout(timeout)
+        if hasattr(self._others, "set_timeout"):
+            self._others.set_timeout(timeout)
+        else:  # torch 2.8
+            group_timeout_setter()(timeout, self._others)
 
     def abort(self):
         super().abort()
