@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidUsage
-from ..torch_compat import group_timeout_setter
 from .data_ops import DataOps
 from .options import parse_options
 from .p2p_ops import PointToPointOps
@@ -107,7 +106,8 @@ class MixedGroup(CollectivesGroup):
         if hasattr(self._others, "set_timeout"):
             self._others.set_timeout(timeout)
         else:  # torch 2.8
-            group_timeout_setter()(timeout, self._others)
+            for device in self._others._device_types:
+                self._others._get_backend(device)._set_default_timeout(timeout)
 
     def abort(self):
         super().abort()
