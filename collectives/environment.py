@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from .errors import InvalidArgument
 
-__all__ = ["KNOWN", "check_variables", "read_label", "read_switch"]
+__all__ = ["KNOWN", "check_variables", "find_unknown", "read_label", "read_switch"]
 
 _PREFIX = "COLLECTIVES_"
 KNOWN = frozenset(
@@ -63,11 +63,22 @@ def check_variables() -> None:
     """
     read_switch("COLLECTIVES_CHECK")
     read_label("COLLECTIVES_HOST_ID")
-    for name in os.environ:
-        if name.startswith(_PREFIX) and name not in KNOWN and name not in _warned and not name.startswith(_OTHERS):
+    for name, near in find_unknown(os.environ).items():
+        if name not in _warned:
             _warned.add(name)
-            known = [each.removeprefix(_PREFIX) for each in sorted(KNOWN)]
-            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
-            hint = f": is {_PREFIX}{near[0]} meant?" if near else ""
+            hint = f": is {near} meant?" if near else ""
             # A later version may know it, so it is no error.
             warnings.warn(f"the variable {name} is unknown to this version and sets nothing{hint}", stacklevel=3)
+
+
+def find_unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the COLLECTIVES_ variables that are set and unknown, and the known name that each one
+    resembles, "" where none does.
+    """
+    found = {}
+    known = [each.removeprefix(_PREFIX) for each in sorted(KNOWN)]
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in KNOWN and not name.startswith(_OTHERS):
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
+            found[name] = _PREFIX + near[0] if near else ""
+    return found

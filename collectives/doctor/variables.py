@@ -5,14 +5,13 @@ A value is shown only for these variables, and never where a name looks like tha
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
 import warnings
 from collections.abc import Mapping
 
-from ..environment import KNOWN, check_variables
+from ..environment import check_variables, find_unknown
 from ..errors import InvalidArgument
 from .finding import ERROR, OK, WARNING, Finding
 
@@ -27,7 +26,6 @@ _SHOWN = re.compile(
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 _HIDDEN = "(not shown)"
 _PREFIX = "COLLECTIVES_"
-_OF_TESTS = "COLLECTIVES_TEST_"
 
 
 def shown_variables(environ: Mapping[str, str], names: re.Pattern = _SHOWN) -> dict[str, str]:
@@ -46,17 +44,15 @@ def check_environment(environ: Mapping[str, str] | None = None) -> list[Finding]
     values = shown_variables(env)
     text = " ".join(f"{name}={value}" for name, value in values.items()) or "none that is read here is set"
     found = [Finding("variables", OK, text, values=values)]
-    for name in sorted(env):
-        if name.startswith(_PREFIX) and name not in KNOWN and not name.startswith(_OF_TESTS):
-            near = difflib.get_close_matches(name, sorted(KNOWN), 1, 0.7)
-            value = env[name] if not _SECRET.search(name) else "..."
-            found.append(
-                Finding(
-                    f"variables.{name}", WARNING,
-                    f"{name} is unknown to this version and sets nothing" + (f"; {near[0]} is known" if near else ""),
-                    f"unset {name}" + (f"; export {near[0]}={shlex.quote(value)}" if near else ""),
-                )
-            )  # fmt: skip
+    for name, near in sorted(find_unknown(env).items()):
+        value = env[name] if not _SECRET.search(name) else "..."
+        found.append(
+            Finding(
+                f"variables.{name}", WARNING,
+                f"{name} is unknown to this version and sets nothing" + (f"; {near} is known" if near else ""),
+                f"unset {name}" + (f"; export {near}={shlex.quote(value)}" if near else ""),
+            )
+        )  # fmt: skip
     try:
         _check_values()
     except InvalidArgument as error:

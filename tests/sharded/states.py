@@ -39,6 +39,11 @@ def sharded(seed=3, device=None, **how):
     return fully_shard(model, **how)
 
 
+def adamw(params):
+    """Make torch's for-loop AdamW."""
+    return torch.optim.AdamW(params, 0.01, foreach=False)
+
+
 def optimizer_of(make, model):
     """Return an optimizer of two groups, by the parameters' dimensions, which shards keep."""
     matrices = [param for param in model.parameters() if param.dim() > 1]

@@ -26,11 +26,7 @@ from collectives.sharded import (
     set_optimizer_state_dict,
 )
 from tests.ddp.training import over_gloo, run
-from tests.sharded.states import Net, differences, optimizer_of, sharded, train
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, 0.01, foreach=False)
+from tests.sharded.states import Net, adamw, differences, optimizer_of, sharded, train
 
 
 def plain(steps=3):

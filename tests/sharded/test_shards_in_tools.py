@@ -34,13 +34,9 @@ from collectives.sharded import (
     save,
 )
 from tests.ddp.training import over_gloo, run
-from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
+from tests.sharded.states import IDS, Net, adamw, differences, optimizer_of, sharded, train
 
 FULL = torchs.StateDictOptions(full_state_dict=True)
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, 0.01, foreach=False)
 
 
 def plain(steps=3):

@@ -58,14 +58,13 @@ class ProcessGroupPeer(InProcessImplementation):
         if backend == "nccl":
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         self.fields = {"engine": backend, "versions": versions}
+        name = _BACKENDS.get(backend, backend)
         store = dist.HashStore() if comm.size == 1 else dist.PrefixStore(f"bench/{backend}", control.store)
         if not dist.is_initialized():
-            dist.init_process_group(
-                _BACKENDS.get(backend, backend), store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT
-            )
+            dist.init_process_group(name, store=store, rank=comm.rank, world_size=comm.size, timeout=_LIMIT)
             self.group = dist.group.WORLD
         else:
-            self.group = dist.new_group(backend=_BACKENDS.get(backend, backend), timeout=_LIMIT)
+            self.group = dist.new_group(backend=name, timeout=_LIMIT)
 
     def barrier(self) -> None:
         dist.barrier(self.group)
