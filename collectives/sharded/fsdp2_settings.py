@@ -19,8 +19,9 @@ __all__ = ["FSDP2Settings"]
 class FSDP2Settings:
     """Methods of FSDP2's ``FSDPModule`` for what is always so here, or never."""
 
-    _unit: Unit
-    _scheduler: Scheduler
+    if TYPE_CHECKING:  # not while running: transformers evaluates the annotations of every base class
+        _unit: Unit
+        _scheduler: Scheduler
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether the unit is gathered when its backward begins.

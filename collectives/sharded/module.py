@@ -70,9 +70,6 @@ class UnshardHandle:
 class ShardedModule(FSDP2Settings):
     """Base class that `fully_shard` adds to a module's class; its methods have FSDP2's names."""
 
-    _unit: Unit
-    _scheduler: Scheduler
-
     def __call__(self, *args, **kwargs):
         return run_forward(self, super().__call__, args, kwargs)
 

@@ -1,6 +1,7 @@
 """Changes to a module after it is sharded: as with DDP, or a named error."""
 
 import functools
+import typing
 
 import torch
 from torch import nn
@@ -159,6 +160,14 @@ def exchanged(model):
     model.append(nn.Linear(5, 5))
 
 
+class ReadsAnnotations(nn.Linear):
+    """A model whose class reads the annotations of every class made from it, as those of transformers do."""
+
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        cls.annotations = typing.get_type_hints(cls)
+
+
 @over_gloo
 def others(ctx):
     found = {"in backward": step_in_backward(ctx), "one thaws": one_thaws(ctx)}
@@ -166,6 +175,8 @@ def others(ctx):
         model = sharded(make_model())
         change(model)
         found[change.__name__] = error_of(functools.partial(loss_of, model, ctx.rank, 0))
+    for shard in (fully_shard, ShardedDataParallel):
+        found["annotations", shard.__name__] = "weight" in type(shard(ReadsAnnotations(2, 2))).annotations
     model = sharded(nn.Sequential(nn.Embedding(5, 6, max_norm=0.1), nn.Linear(6, 5)))
     found["written"] = error_of(lambda: model(batch(0, ctx.rank)[1]))
     return found
@@ -182,3 +193,4 @@ def test_hooks_of_shards_and_refused_changes(tmp_path):
         assert "scale of this" in found["added"] and "was added after it was sharded" in found["added"]
         assert "weight of this Sequential was added" in found["exchanged"]
         assert "has written to weight in place" in found["written"]
+        assert found["annotations", "fully_shard"] and found["annotations", "ShardedDataParallel"]
