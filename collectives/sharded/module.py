@@ -15,7 +15,6 @@ from .forward_hooks import run_forward
 from .fsdp2_settings import FSDP2Settings
 from .managed_params import named_params, units_in
 from .post_forward import parse_reshard_after_forward, set_reshard_after_forward
-from .scheduler import Scheduler
 from .state.state_dict import make_state_dict, pre_load_state_dict, unsharded_params
 from .unit import State, Unit
 
