@@ -17,7 +17,7 @@ from .fsdp1.api import ShardingStrategy
 from .managed_params import managed_parameters
 from .mesh import Ranks
 from .module import ShardedModule
-from .module_group import ModuleGroup, parse_modules
+from .module_group import ModuleGroup, members_of, parse_modules
 from .optimizer_cost import OptimizerCosts
 from .policies import MixedPrecisionPolicy
 from .unit import Unit
@@ -344,7 +344,7 @@ def _skeletons_of(module: nn.Module, members: dict[nn.Module, list[tuple]]) -> d
     """
     skeletons: dict[nn.Module, Skeleton] = {}
     params = {}
-    named = {part for each in members for part in (each if isinstance(each, ModuleGroup) else [each])}
+    named = {part for each in members for part in members_of(each)}
     for found in members.values():
         for _, places, source, shape in found:
             data = torch.empty(shape, dtype=source.dtype, device="meta")

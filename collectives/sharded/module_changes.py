@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import InvalidArgument, InvalidUsage
 from ..torch_compat import TensorBase
 from .managed_params import managed_parameters
-from .module_group import ModuleGroup
+from .module_group import members_of
 
 __all__ = [
     "AddedParamCheck", "ReplacedShardCheck", "check_not_written", "copy_hooks", "managed_modules", "param_versions",
@@ -76,7 +76,7 @@ class AddedParamCheck:
     """Finds trainable parameters that were added to a unit's modules after they were sharded."""
 
     def __init__(self, module: nn.Module, ignored):
-        self._roots = [weakref.ref(each) for each in (module if isinstance(module, ModuleGroup) else [module])]
+        self._roots = [weakref.ref(each) for each in members_of(module)]
         self._ignored = {id(param) for param in ignored}
         self._record()
 

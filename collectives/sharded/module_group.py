@@ -7,7 +7,7 @@ from torch import nn
 from ..arrays import kind_of
 from ..errors import InvalidArgument
 
-__all__ = ["ModuleGroup", "parse_modules"]
+__all__ = ["ModuleGroup", "members_of", "parse_modules"]
 
 
 def parse_modules(modules: list | tuple) -> ModuleGroup | nn.Module:
@@ -27,6 +27,11 @@ def parse_modules(modules: list | tuple) -> ModuleGroup | nn.Module:
     inside = {part for each in modules for part in each.modules() if part is not each}
     roots = [each for each in modules if each not in inside]
     return roots[0] if len(roots) == 1 else ModuleGroup(roots)
+
+
+def members_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules of a group; of another module that module alone."""
+    return list(module) if isinstance(module, ModuleGroup) else [module]
 
 
 class ModuleGroup(nn.ModuleList):

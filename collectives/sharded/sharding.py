@@ -30,7 +30,7 @@ from .materialize import wrap_init_methods
 from .mesh import Ranks, resolve_device, resolve_ranks
 from .module import ShardedModule
 from .module_changes import AddedParamCheck
-from .module_group import ModuleGroup, parse_modules
+from .module_group import ModuleGroup, members_of, parse_modules
 from .optimizer_hooks import register_optimizer_hooks, replaced
 from .param_reads import gather_at_reads
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -91,7 +91,7 @@ def fully_shard(
     given = module
     if isinstance(module, list | tuple):
         module = parse_modules(module)
-    for each in module if isinstance(module, ModuleGroup) else [module]:
+    for each in members_of(module):
         _check_module(each)
     if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm  # or the communicator of its process group
@@ -203,7 +203,7 @@ def shard(
     attach(unit, module, base, scheduler, ignored_params)
     if any(param.is_meta for _, _, param in found):
         wrap_init_methods(unit)
-    for each in module if isinstance(module, ModuleGroup) else [module]:
+    for each in members_of(module):
         each.register_load_state_dict_post_hook(lambda module, _keys: post_load_state_dict(module._unit, module))
     return unit
 
@@ -248,7 +248,7 @@ def attach(unit: Unit, module: nn.Module, base: type, scheduler: Scheduler, igno
     register_grad_hooks(unit, scheduler)
     gather_at_reads(unit)
     unit.added_params = AddedParamCheck(module, ignored_params)
-    for each in module if isinstance(module, ModuleGroup) else [module]:
+    for each in members_of(module):
         each.__class__ = _class_of(base, type(each))
         object.__setattr__(each, "_unit", unit)
         object.__setattr__(each, "_scheduler", scheduler)

@@ -95,7 +95,7 @@ class Timeline:
             return self._end_together(record, rank, size)
         self._text = format_report([record])
         if record["events"] or record["marks"] or not self._skip_empty:
-            self._write([record], self._own_path())
+            self._write([record], self._rank_path())
         return self._text
 
     def _end_together(self, record: dict, rank: int, size: int) -> str:
@@ -113,7 +113,7 @@ class Timeline:
         except Exception as error:  # of torch.distributed: a rank has died, say
             self._text = outcome[0] or format_report([record])
             if outcome[0] is None:
-                path = self._own_path()
+                path = self._rank_path()
                 warnings.warn(
                     f"the timelines of {size} ranks can't be brought together ({type(error).__name__}); "
                     f"rank {rank} writes {'none' if path is None else f'its own, {path}'}",
@@ -127,7 +127,7 @@ class Timeline:
             raise failed
         return self._text
 
-    def _own_path(self) -> Path | None:
+    def _rank_path(self) -> Path | None:
         """Return the file of this rank alone."""
         rank, size = self._rank_and_size
         if self.path is None or size == 1:

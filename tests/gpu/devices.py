@@ -32,7 +32,7 @@ from tests import one_gpu
 from tests.ranks import run_ranks
 from tests.streams.simulated import needs_simulation
 
-__all__ = ["DEVICES", "Rank", "check", "compare", "everywhere", "in_group", "on", "on_host"]
+__all__ = ["DEVICES", "Rank", "check", "compare", "everywhere", "in_group", "on", "on_host", "process_group"]
 
 DEVICES = ("host", "simulated", "cuda")
 SECONDS = {"host": 60.0, "simulated": 60.0, "cuda": one_gpu.SECONDS}
@@ -249,22 +249,29 @@ class Rank:
                 torch.cuda.set_sync_debug_mode("default")
 
 
+@contextlib.contextmanager
+def process_group(rank, backend):
+    """Open torch's default process group of a test's ranks; destroy it behind the block."""
+    path = rank.exchange(tempfile.mktemp(prefix="collectives-store-") if rank.rank == 0 else None)[0]
+    store = dist.FileStore(path, rank.size)
+    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def in_group(function):
     """Run a test's function inside a default process group over Gloo, which takes tensors of any device, too."""
 
     @functools.wraps(function)
     def inside(rank, *args):
-        path = rank.exchange(tempfile.mktemp(prefix="collectives-store-") if rank.rank == 0 else None)[0]
-        store = dist.FileStore(path, rank.size)
-        dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.size)
-        try:
+        with process_group(rank, "gloo"):
             result = function(rank, *args)
             rank.synchronize()
             # Gloo may hang in its destructor while a DDP object still holds it or a peer still talks to it.
             gc.collect()
             dist.barrier()
             return result
-        finally:
-            dist.destroy_process_group()
 
     return inside

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import tempfile
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives  # noqa: F401  (registers the backend)
-from tests.gpu.devices import check, everywhere
+from tests.gpu.devices import check, everywhere, process_group
 
 COUNT = 1000
 
@@ -20,18 +19,13 @@ def in_backend(function):
 
     @functools.wraps(function)
     def inside(rank, *args):
-        path = rank.exchange(tempfile.mktemp(prefix="collectives-store-") if rank.rank == 0 else None)[0]
-        store = dist.FileStore(path, rank.size)
-        dist.init_process_group("collectives", store=store, rank=rank.rank, world_size=rank.size)
-        try:
+        with process_group(rank, "collectives"):
             rank.warm = rank.full(1.0, 1)
             dist.all_reduce(rank.warm)  # opens the communicator
             result = function(rank, *args)
             rank.synchronize()
             gc.collect()
             return result
-        finally:
-            dist.destroy_process_group()
 
     return inside
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -37,9 +38,11 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     out = tmp_path_factory.mktemp("dist")
     env = {**os.environ, **FLAGS}
     work = ROOT / "build" / "wheel-test"
-    shown = run(
-        sys.executable, TOOL, "--python", sys.executable, "--no-isolation", "--out", out, "--work", work, env=env
-    )
+    work.parent.mkdir(exist_ok=True)
+    with open(work.parent / "wheel-test.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers of pytest that share this file's tests
+        command = (TOOL, "--python", sys.executable, "--no-isolation", "--out", out, "--work", work)
+        shown = run(sys.executable, *command, env=env)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
     assert sdist.name in shown and wheel.name in shown
     return sdist, wheel

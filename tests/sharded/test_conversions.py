@@ -1,5 +1,7 @@
 """Conversions that are refused leave a module as it was; those that aren't, convert all of it."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -43,26 +45,21 @@ def inner_first():
     return fully_shard(model)
 
 
-def swapping(convert):
+def with_setting(switch, convert):
+    """Return a conversion while one of torch's settings is on."""
+
     def call(model):
-        torch.__future__.set_swap_module_params_on_conversion(True)
+        switch(True)
         try:
             convert(model)
         finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
+            switch(False)
 
     return call
 
 
-def replacing(convert):
-    def call(model):
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
-        try:
-            convert(model)
-        finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-    return call
+swapping = functools.partial(with_setting, torch.__future__.set_swap_module_params_on_conversion)
+replacing = functools.partial(with_setting, torch.__future__.set_overwrite_module_params_on_conversion)
 
 
 def at_last(model):
