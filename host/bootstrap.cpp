@@ -36,7 +36,12 @@ class Rendezvous {
  public:
   Rendezvous(ncclComm* comm, const Id& id, uint64_t options, const char* what, const Origin& origin)
       : comm_(comm), id_(id), options_(options), what_(what), origin_(origin), limit_ms_(g_init_timeout_ms.load()),
-        deadline_(now_ns() + limit_ms_ * 1000000) {}
+        deadline_(now_ns() + limit_ms_ * 1000000) {
+    int64_t timeout_ns = origin.parent ? origin.parent->timeout_ns.load() : 0;
+    if (timeout_ns <= 0 || origin.began_ns + timeout_ns >= deadline_) return;
+    limit_ms_ = timeout_ns / 1000000;
+    deadline_ = origin.began_ns + timeout_ns;
+  }
 
   bool serve(Error* error);
   bool join(Error* error);
@@ -61,11 +66,16 @@ class Rendezvous {
   bool stopped(Error* error) const {
     if (comm_->abort_flag.load()) *error = make_error(collHostErrorAborted, "aborted while the ranks were meeting");
     else if (interrupted()) *error = make_error(collHostErrorInterrupted, "interrupted by a signal");
-    else return a_member_died(error);
+    else return a_member_failed(error);
     return true;
   }
 
-  bool a_member_died(Error* error) const {
+  // The number by which errors name a rank: the parent's.
+  int named(int rank) const {
+    return origin_.parent && rank >= 0 && rank < comm_->size ? origin_.members[static_cast<size_t>(rank)] : rank;
+  }
+
+  bool a_member_failed(Error* error) const {
     if (!origin_.parent) return false;
     std::vector<int> dead;
     ncclComm& p = *origin_.parent;
@@ -74,7 +84,10 @@ class Rendezvous {
       // when they shrink.
       if (r != p.rank && (p.segment->rank(r)->state.load() == kDead || process_ended(p.pids[r], p.pidfds[r]))) dead.push_back(r);
     }
-    if (dead.empty()) return false;
+    if (dead.empty()) {
+      *error = child_failure(p, origin_.kind, origin_.number, origin_.members);
+      return static_cast<bool>(*error);
+    }
     *error = make_error(collHostErrorRemote, format("%s: %s of the communicator that it is made from died", what_,
                                                     rank_list(dead).c_str()));
     error->peers = dead;
@@ -84,7 +97,8 @@ class Rendezvous {
   std::vector<int> absent(const uint8_t* arrived) const {
     std::vector<int> ranks;
     for (int r = 0; r < comm_->size; ++r)
-      if (!get_bit(arrived, r)) ranks.push_back(r);
+      if (!get_bit(arrived, r)) ranks.push_back(named(r));
+    std::sort(ranks.begin(), ranks.end());
     return ranks;
   }
 
@@ -121,23 +135,23 @@ class Rendezvous {
 Error Rendezvous::refuse(const Message& m, const std::vector<Guest>& guests) const {
   if (m.nranks != comm_->size) {
     Error error = make_error(collHostErrorUsage, format("rank %d was told that there are %d ranks, rank %d that there are %d",
-                                                        m.rank, m.nranks, comm_->rank, comm_->size));
-    error.peers = {m.rank};
+                                                        named(m.rank), m.nranks, named(comm_->rank), comm_->size));
+    error.peers = {named(m.rank)};
     return error;
   }
   bool taken = m.rank == comm_->rank;
   for (const Guest& g : guests) taken = taken || g.rank == m.rank;
   if (taken || m.rank < 0 || m.rank >= comm_->size) {
     Error error = make_error(collHostErrorUsage,
-                             taken ? format("two processes have the rank number %d (one of them is process %d)", m.rank, m.pid)
+                             taken ? format("two processes have the rank number %d (one of them is process %d)", named(m.rank), m.pid)
                                    : format("rank %d of %d ranks", m.rank, m.nranks));
-    error.peers = {m.rank};
+    error.peers = {named(m.rank)};
     return error;
   }
   if (m.options != options_) {
-    Error error = make_error(collHostErrorMismatch, format("rank %d gave other arguments to %s than rank %d", m.rank, what_,
-                                                           comm_->rank));
-    error.peers = {m.rank};
+    Error error = make_error(collHostErrorMismatch, format("rank %d gave other arguments to %s than rank %d",
+                                                           named(m.rank), what_, named(comm_->rank)));
+    error.peers = {named(m.rank)};
     return error;
   }
   return Error();
@@ -180,8 +194,8 @@ void Rendezvous::send_failure(const std::vector<Guest>& guests, const Error& err
   m.kind = Kind::Failed;
   m.error_kind = error.kind == collHostErrorInterrupted || error.kind == collHostErrorAborted ? collHostErrorRemote : error.kind;
   if (m.error_kind != static_cast<int>(error.kind)) {
-    snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, error.text.c_str());
-    set_bit(m.ranks, comm_->rank);
+    snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", named(comm_->rank), error.text.c_str());
+    set_bit(m.ranks, named(comm_->rank));
   } else {
     snprintf(m.text, sizeof m.text, "%s", error.text.c_str());
     for (int r : error.peers)
@@ -245,7 +259,8 @@ bool Rendezvous::serve(Error* error) {
     *error = e;
     send_failure(guests, e);
     guests.clear();  // their descriptors may be needed to report it to the others
-    reject_late_ranks(listener.get(), comm_->size - came, e);
+    // Those of a child find the cause in the parent's segment.
+    if (!origin_.parent) reject_late_ranks(listener.get(), comm_->size - came, e);
     if (comm_->segment) comm_->segment->release();
     comm_->segment = nullptr;
     return false;
@@ -300,9 +315,9 @@ bool Rendezvous::serve(Error* error) {
           gone.push_back(i);
           continue;
         }
-        Error e = make_error(collHostErrorRemote, format("rank %d (process %d) died while the ranks were meeting", g.rank,
-                                                         comm_->pids[static_cast<size_t>(g.rank)]));
-        e.peers = {g.rank};
+        Error e = make_error(collHostErrorRemote, format("rank %d (process %d) died while the ranks were meeting",
+                                                         named(g.rank), comm_->pids[static_cast<size_t>(g.rank)]));
+        e.peers = {named(g.rank)};
         return give_up(e);
       }
       if (m.kind == Kind::Hello && g.rank < 0) {
@@ -364,7 +379,7 @@ bool Rendezvous::connect_to_server(Fd* fd, Error* error) const {
       return false;
     }
     if (now_ns() > deadline_) {
-      *error = too_late({0});
+      *error = too_late({named(0)});
       return false;
     }
     if (stopped(error)) return false;
@@ -376,7 +391,7 @@ bool Rendezvous::connect_to_server(Fd* fd, Error* error) const {
   if (same_user(fd->get(), &user)) return true;
   *error = make_error(collHostErrorSystem, format("the ranks of this id belong to user %u, this process to user %u", user,
                                                   geteuid()));
-  error->peers = {0};
+  error->peers = {named(0)};
   return false;
 }
 
@@ -399,8 +414,8 @@ bool Rendezvous::join(Error* error) {
       snprintf(m.text, sizeof m.text, "%s", e.text.c_str());
       for (int r : e.peers) set_bit(m.ranks, r);
     } else {
-      snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", comm_->rank, e.text.c_str());
-      set_bit(m.ranks, comm_->rank);
+      snprintf(m.text, sizeof m.text, "rank %d stopped while the ranks were meeting: %s", named(comm_->rank), e.text.c_str());
+      set_bit(m.ranks, named(comm_->rank));
     }
     send_message(fd.get(), m);
     *error = e;
@@ -435,8 +450,10 @@ bool Rendezvous::join(Error* error) {
     }
     answered = true;
     if (got < 0) {
-      Error e = make_error(collHostErrorRemote, "rank 0 died while the ranks were meeting, or turned this process away");
-      e.peers = {0};
+      Error e;
+      if (a_member_failed(&e)) return give_up(e);
+      e = make_error(collHostErrorRemote, format("rank %d died while the ranks were meeting, or turned this process away", named(0)));
+      e.peers = {named(0)};
       return give_up(e);
     }
     if (m.kind == Kind::Arrived) {
@@ -490,7 +507,8 @@ bool bootstrap(ncclComm* comm, const Id& id, uint64_t options, const char* what,
   Rendezvous rendezvous(comm, id, options, what, origin);
   bool complete = comm->rank == 0 ? rendezvous.serve(error) : rendezvous.join(error);
   if (!complete) {
-    error->rank = comm->rank;
+    error->rank = origin.parent ? origin.parent->rank : comm->rank;
+    if (origin.parent) publish_child_failure(*origin.parent, origin.kind, origin.number, *error);
     return false;
   }
   comm->cores = available_cores();

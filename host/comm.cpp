@@ -182,12 +182,16 @@ Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std
       if (parent->segment->rank(r)->split_posted.load(std::memory_order_acquire) < number) return r;
     return -1;
   });
-  if (error.kind == collHostErrorMismatch) {
+  if (error) {
     error.op = "ncclCommSplit";
     error.rank = parent->rank;
-    parent->break_with(error, kFailed);  // the ranks no longer agree on what comes next
+    // A rank that may still call this split, or never does, no longer agrees with this one on what
+    // comes next.
+    bool apart = error.kind == collHostErrorMismatch || error.kind == collHostErrorTimeout || error.kind == collHostErrorInterrupted;
+    if (apart) parent->break_with(error, kFailed);
+    publish_child_failure(*parent, kSplit, number, error);
+    return error;
   }
-  if (error) return error;
   for (int r = 0; r < parent->size && color != NCCL_SPLIT_NOCOLOR; ++r)
     if (parent->segment->rank(r)->split[number & 1].color == color) members->push_back(r);
   std::stable_sort(members->begin(), members->end(), [&](int a, int b) {
@@ -327,7 +331,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* ne
       place.take(p);
       uint64_t number = place.number;
       Use parent(p);
-      Origin origin{p, {}};
+      Origin origin{p, {}, kSplit, number, now_ns()};
       std::vector<int>& members = origin.members;
       int rank = p->rank;
       Id id = child_id(p, "split", number, color);
@@ -373,6 +377,7 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
       excluded[static_cast<size_t>(r)] = 1;
     }
     Use use(p);
+    int64_t began = now_ns();
     if (shrinkFlags == NCCL_SHRINK_ABORT) {
       p->abort_flag.store(true);
       Error ended = make_error(collHostErrorAborted, "shrunk with NCCL_SHRINK_ABORT");
@@ -390,7 +395,7 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excludeRanksList, int exclud
       number = ++p->shrinks;
     }
     int rank = 0, size = 0;
-    Origin origin{p, {}};
+    Origin origin{p, {}, kShrink, number, began};
     for (int r = 0; r < p->size; ++r) {
       if (excluded[static_cast<size_t>(r)]) continue;
       origin.members.push_back(r);

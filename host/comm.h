@@ -42,6 +42,7 @@ struct ncclComm {
   // that failed in one kind of call may not have made the other.
   uint64_t splits = 0, shrinks = 0;
   uint64_t splits_begun = 0;      // by the batch whose turn it is
+  std::mutex child_lock;          // guards this rank's ChildFailure records
   int forks = 0;                  // fork_generation() of the process that made it
   bool spin = true;               // no more ranks than cores
   int cores = 1;                  // of this process's affinity mask

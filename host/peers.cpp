@@ -2,6 +2,9 @@
 // rank wakes which.
 #include "peers.h"
 
+#include <stdio.h>
+#include <string.h>
+
 #include <algorithm>
 
 #include "system.h"
@@ -175,6 +178,60 @@ Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vec
   Error error = make_error(collHostErrorRemote, text);
   error.peers = causes;
   return error;
+}
+
+void publish_child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const Error& error) {
+  ChildFailure& record = comm.me()->child_failure[kind];
+  {
+    std::lock_guard<std::mutex> hold(comm.child_lock);
+    if (record.number.load() >= number) return;
+    record.version.fetch_add(1);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    record.kind = error.kind;
+    memset(record.peers, 0, sizeof record.peers);
+    for (int r : error.peers)
+      if (r >= 0 && r < comm.size) record.peers[r / 8] = static_cast<uint8_t>(record.peers[r / 8] | 1 << (r % 8));
+    snprintf(record.text, sizeof record.text, "%s", error.text.c_str());
+    record.version.fetch_add(1);
+    record.number.store(number);
+  }
+  comm.wake_sleepers();
+}
+
+Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members) {
+  for (int r : members) {
+    if (r == comm.rank) continue;
+    const ChildFailure& record = comm.segment->rank(r)->child_failure[kind];
+    uint64_t newest = record.number.load();
+    if (newest < number) continue;
+    uint32_t version = record.version.load();
+    ChildFailure copy;
+    copy.kind = record.kind;
+    memcpy(copy.peers, record.peers, sizeof copy.peers);
+    memcpy(copy.text, record.text, sizeof copy.text);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    bool known = newest == number && version % 2 == 0 && version == record.version.load();
+    const char* what = kind == kSplit ? "split" : "shrink";
+    Error error = make_error(collHostErrorRemote, format("rank %d has given up this %s", r, what));
+    error.peers = {r};
+    if (!known) return error;  // that rank has made further ones since
+    copy.text[sizeof copy.text - 1] = 0;
+    // What it has found out about the ranks holds for this one, too. An error of its own is its end.
+    bool shared = copy.kind == collHostErrorRemote || copy.kind == collHostErrorTimeout || copy.kind == collHostErrorMismatch ||
+                  copy.kind == collHostErrorUsage;
+    std::vector<int> about;
+    for (int peer = 0; peer < comm.size; ++peer)
+      if (copy.peers[peer / 8] >> (peer % 8) & 1) about.push_back(peer);
+    bool accused = std::find(about.begin(), about.end(), comm.rank) != about.end();
+    if (shared && !about.empty() && !accused) {
+      error = make_error(static_cast<collHostErrorKind_t>(copy.kind), copy.text);
+      error.peers = about;
+    } else {
+      error.text += std::string(": ") + copy.text;
+    }
+    return error;
+  }
+  return Error();
 }
 
 }  // namespace coll

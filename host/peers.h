@@ -11,6 +11,12 @@ namespace coll {
 // Peers that can't go on any more, looked up in the shared state and (look_at_processes) in the
 // system.
 std::vector<int> failed_peers(ncclComm& comm, bool look_at_processes);
+// Which counter the number of a child that is being made comes from.
+enum ChildKind { kSplit = 0, kShrink = 1 };
+// Publish to the other ranks that this one has failed to make a child, and why.
+void publish_child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const Error& error);
+// The error of this rank because one of `members` has failed to make that child, or no error.
+Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members);
 // The error of this rank that follows from it; `missing` are the ranks that it waits for itself.
 Error remote_error(ncclComm& comm, const std::vector<int>& peers, const std::vector<int>& missing);
 

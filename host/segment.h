@@ -42,6 +42,16 @@ struct CallRecord {
   char op_label[24], type_label[24];  // of collHostLabel
 };
 
+// Why a rank has given up the making of a child. `number`: of the newest split or shrink that failed
+// there; the rest is about that one, and is being written while `version` is odd.
+struct ChildFailure {
+  std::atomic<uint64_t> number;
+  std::atomic<uint32_t> version;
+  int32_t kind;                               // collHostErrorKind_t
+  uint8_t peers[COLL_HOST_MAX_RANKS / 8];     // whom it was about
+  char text[256];
+};
+
 // Everything in a RankBlock is written by its own rank, except `state` (kDead) and `doorbell`.
 struct RankBlock {
   // The cache line that peers wait on. The description of call k is at [k & 1]: a rank writes that
@@ -64,6 +74,7 @@ struct RankBlock {
   uint8_t cause_peers[COLL_HOST_MAX_RANKS / 8];  // about; written before state
   alignas(kLine) std::atomic<uint64_t> split_posted;  // the exchange before a split, apart from the rounds above
   struct { int32_t color, key; } split[2];
+  ChildFailure child_failure[2];  // of splits, of shrinks
 };
 
 struct Header {

@@ -260,6 +260,12 @@ class Communicator(CommMemory):
         All ranks call it; a rank with the color None or -1 gets None. `config`: a `CommConfig` or a
         dict, the same on all ranks of a color and None on all or none; what it leaves out is this
         communicator's. Raises `Mismatch` where it differs. C: ncclCommSplit (NCCL 2.18).
+
+        Blocks until all have called it, on the host at most for `timeout`; past it `CollectiveTimeout`
+        names the ranks that didn't come, and this communicator can't be used any more. A rank of
+        the part that fails while the part's ranks connect is an error on all of them, `RemoteError`
+        that names it or who it waited for, and this communicator stays as it is. Errors have this
+        communicator's rank numbers.
         """
         return _open_child(self, *opening.split(self, color, key, config))
 
@@ -268,6 +274,10 @@ class Communicator(CommMemory):
 
         `abort`: abort what is in flight first, as it must be where an excluded rank died. `config`:
         as in `split`, but not compared. C: ncclCommShrink (NCCL 2.27).
+
+        Blocks until the others have called it, on the host at most for the shorter of `timeout` and
+        the time limit of `init()`. Errors are as in `split`; after one, `shrink` can be called again
+        by all ranks that are left, with a longer `exclude` where others have died.
         """
         return _open_child(self, *opening.shrink(self, exclude, abort, config))
 

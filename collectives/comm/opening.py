@@ -82,9 +82,9 @@ def split(comm, color: int | None, key: int | None, config):
     if config is not None:
         comm._check_open("split")
         _compare_configs(comm, color, merged)
+    comm._child_count += 1
     with comm._device_guard():
         native = comm._native.split(color, key, config=settings)
-    comm._child_count += 1
     return native, f"split{comm._child_count}/{color}", merged
 
 
@@ -119,9 +119,9 @@ def shrink(comm, exclude, abort: bool, config):
     merged, settings = _child_config(comm, config)
     if abort and comm._algorithms is not None:
         comm._algorithms.abort()
+    comm._child_count += 1
     with comm._device_guard():
         native = comm._native.shrink(excluded, flags=SHRINK_ABORT if abort else 0, config=settings)
-    comm._child_count += 1
     return native, f"shrink{comm._child_count}", merged
 
 

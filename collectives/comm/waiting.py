@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -80,7 +81,8 @@ class RankWait:
                 op=self.op, rank=self.rank, peers=ranks,
             )  # fmt: skip
         if now >= self._log_at:
-            _log_wait(self.rank, now - self._began, ranks, self.purpose, self.deadline - now)
+            until = self._began + self.seconds if self.deadline == math.inf else self.deadline
+            _log_wait(self.rank, now - self._began, ranks, self.purpose, until - now)
             self._log_at = now + max(LOG_AFTER_S, now - self._began)
         self._check_at = now + max(_CHECK_S, 20 * (time.monotonic() - now))
 

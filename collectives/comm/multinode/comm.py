@@ -286,7 +286,7 @@ class MultiNodeComm:
         if color < 0:
             return None
         rows = [(key, rank) for rank, (theirs, key) in enumerate(table.tolist()) if theirs == color]
-        return self._open_child([rank for _, rank in sorted(rows)], f"{self.uid}/s{self._num_splits}c{color}")
+        return self._open_child("split", [rank for _, rank in sorted(rows)], f"{self.uid}/s{self._num_splits}c{color}")
 
     def shrink(self, exclude: list[int], *, flags: int = 0, config=None):
         """Open a communicator without some ranks, which may be dead. A collective of the others."""
@@ -296,20 +296,24 @@ class MultiNodeComm:
                 time.sleep(1e-3)
         self._num_shrinks += 1
         left = [rank for rank in range(self.size) if rank not in exclude]
-        return self._open_child(left, f"{self.uid}/w{self._num_shrinks}-{','.join(map(str, sorted(exclude)))}")
+        uid = f"{self.uid}/w{self._num_shrinks}-{','.join(map(str, sorted(exclude)))}"
+        return self._open_child("shrink", left, uid)
 
-    def _open_child(self, ranks: list[int], uid: str):
+    def _open_child(self, op: str, ranks: list[int], uid: str):
         rank = ranks.index(self.rank)
         peers = [self.peers[each] for each in ranks]
-        seconds = max(self._timeout or 0.0, self._init_timeout)
-        if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
-            store = ErrorStore(self._root_store.store, self._root_store.host, rank)
-            child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
-            child.set_timeout(self._timeout)
-            return child
-        store = self._root_store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
-        deadline = time.monotonic() + seconds
-        return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
+        seconds = min(self._init_timeout, self._timeout or self._init_timeout)
+        try:
+            if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
+                store = ErrorStore(self._root_store.store, self._root_store.host, rank)
+                child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
+                child.set_timeout(self._timeout)
+                return child
+            store = self._root_store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
+            deadline = time.monotonic() + seconds
+            return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
+        except CollectivesError as error:
+            raise renumber_error(error, ranks, op=op, rank=self.rank) from error
 
     # ---- The end.
 
@@ -385,4 +389,7 @@ def _open_intra_node(library, store: ErrorStore, ranks: tuple[int, ...], rank: i
     else:
         unique_id = bytes.fromhex(store.get(key, deadline, ranks[0]).decode())
     library.set_init_timeout(max(1.0, deadline - time.monotonic()))
-    return library.comm_init_rank(len(ranks), unique_id, ranks.index(rank))
+    try:
+        return library.comm_init_rank(len(ranks), unique_id, ranks.index(rank))
+    except CollectivesError as error:
+        raise renumber_error(error, ranks, op="init", rank=rank) from error
