@@ -274,6 +274,7 @@ cdef extern from "_nccl_table.h" nogil:
                                                    ncclDataType_t datatype, ncclRedOp_t op, collHostShare_t* share,
                                                    ncclComm_t comm, cudaStream_t stream) noexcept nogil
         ncclResult_t (*collHostLabel)(const char* op, const char* datatype) noexcept nogil
+        ncclResult_t (*collHostFlightRecord)(collFlightRecord_t* record) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil
 
 
@@ -290,6 +291,45 @@ cdef class Library:
     cdef object missing(self, str name)
 
 
+cdef extern from "coll/flight_record.h":
+    ctypedef struct collFlightRecord_t:
+        uint64_t number
+        uint8_t flags
+    ctypedef struct collFlightHeader_t:
+        char magic[8]
+        uint32_t header_bytes, record_bytes, capacity, lines
+        uint64_t issued, completed
+        int64_t completed_at
+        uint32_t lines_used
+
+
+cdef enum FlightOp:     # the order of FLIGHT_OPS
+    FLIGHT_ALL_REDUCE
+    FLIGHT_REDUCE
+    FLIGHT_REDUCE_SCATTER
+    FLIGHT_ALL_GATHER
+    FLIGHT_BROADCAST
+    FLIGHT_ALL_TO_ALL
+    FLIGHT_GATHER
+    FLIGHT_SCATTER
+    FLIGHT_SEND
+    FLIGHT_RECV
+    FLIGHT_PUT_SIGNAL
+    FLIGHT_SIGNAL
+    FLIGHT_WAIT_SIGNAL
+
+
+cdef class FlightRing:
+    cdef Py_buffer view
+    cdef collFlightHeader_t* ring
+    cdef dict line_numbers      # by text
+    cdef object find_line
+    cdef readonly object on_error
+    cdef collFlightRecord_t* begin(self, int op, size_t count, int dtype, size_t stream, int peer, int flags) noexcept
+    cdef int line_number(self) noexcept
+    cdef int write_line(self, int number, bytes text) except -1
+
+
 cdef class Comm:
     cdef object __weakref__
     cdef readonly Library library
@@ -303,9 +343,13 @@ cdef class Comm:
     cdef const char* last_op
     cdef size_t number, last_count, last_stream
     cdef int last_dtype
+    cdef FlightRing ring        # None: not recorded
     cdef ncclComm_t enter(self, void* function, const char* name) except NULL
     cdef int leave(self, ncclResult_t code, const char* name) except -1
-    cdef inline void note(self, const char* name, size_t count, int dtype, size_t stream) noexcept
+    cdef inline collFlightRecord_t* note(self, const char* name, FlightOp op, size_t count, int dtype, size_t stream,
+                                         int peer) noexcept
+    cdef inline int leave_op(self, ncclResult_t code, const char* name, collFlightRecord_t* record) except -1
+    cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer) noexcept
     cdef int refuse(self, void* function, const char* name) except -1
     cdef int settle(self, ncclResult_t code, const char* name) except -1
     cdef int drain(self) except -1

@@ -59,7 +59,11 @@ __all__ = [
     "Comm",
     "DTYPES",
     "ErrorInfo",
+    "FLIGHT_BYTES",
+    "FLIGHT_LAYOUT",
+    "FLIGHT_OPS",
     "FUNCTIONS",
+    "FlightRing",
     "HOST_FUNCTIONS",
     "Library",
     "OPS",
@@ -604,6 +608,7 @@ cdef int leave_group(Library library, ncclResult_t code) except -1:
     return 0
 
 
+include "_nccl_flight.pxi"
 include "_nccl_comm.pxi"
 include "_nccl_arrays.pxi"
 include "_nccl_pool.pxi"

@@ -302,17 +302,18 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int code = op_code(op)
         if code < 0 or not self.reader.fill(array, True, &span) or not self.stream_of(<void*> api.ncclAllReduce,
                                                                                       &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllReduce, "ncclAllReduce")
-        self.comm.note("ncclAllReduce", span.count, span.dtype, stream)
+        record = self.comm.note("ncclAllReduce", FLIGHT_ALL_REDUCE, span.count, span.dtype, stream, -1)
         with nogil:
             result = api.ncclAllReduce(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, <ncclRedOp_t> code,
                                        comm, <cudaStream_t> stream)
-        self.comm.leave(result, "ncclAllReduce")
+        self.comm.leave_op(result, "ncclAllReduce", record)
         return True
 
     def reduce(self, array, root, op, /):
@@ -321,6 +322,7 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int code = op_code(op), c_root = self.peer(root)
         cdef bint mine = c_root == self.rank
@@ -328,11 +330,11 @@ cdef class ArrayCalls:
                 <void*> api.ncclReduce, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclReduce, "ncclReduce")
-        self.comm.note("ncclReduce", span.count, span.dtype, stream)
+        record = self.comm.note("ncclReduce", FLIGHT_REDUCE, span.count, span.dtype, stream, c_root)
         with nogil:
             result = api.ncclReduce(span.ptr, span.ptr if mine else NULL, span.count, <ncclDataType_t> span.dtype,
                                     <ncclRedOp_t> code, c_root, comm, <cudaStream_t> stream)
-        self.comm.leave(result, "ncclReduce")
+        self.comm.leave_op(result, "ncclReduce", record)
         return True
 
     def reduce_scatter(self, out, inp, op, /):
@@ -341,6 +343,7 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int code = op_code(op)
         if code < 0 or not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
@@ -348,11 +351,11 @@ cdef class ArrayCalls:
         if not is_part(&of, &to, self.size, self.rank) or not self.stream_of(<void*> api.ncclReduceScatter, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclReduceScatter, "ncclReduceScatter")
-        self.comm.note("ncclReduceScatter", to.count, to.dtype, stream)
+        record = self.comm.note("ncclReduceScatter", FLIGHT_REDUCE_SCATTER, to.count, to.dtype, stream, -1)
         with nogil:
             result = api.ncclReduceScatter(of.ptr, to.ptr, to.count, <ncclDataType_t> to.dtype, <ncclRedOp_t> code,
                                            comm, <cudaStream_t> stream)
-        self.comm.leave(result, "ncclReduceScatter")
+        self.comm.leave_op(result, "ncclReduceScatter", record)
         return True
 
     def all_gather(self, out, inp, /):
@@ -361,17 +364,18 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         if not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
             return False
         if not is_part(&to, &of, self.size, self.rank) or not self.stream_of(<void*> api.ncclAllGather, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllGather, "ncclAllGather")
-        self.comm.note("ncclAllGather", of.count, of.dtype, stream)
+        record = self.comm.note("ncclAllGather", FLIGHT_ALL_GATHER, of.count, of.dtype, stream, -1)
         with nogil:
             result = api.ncclAllGather(of.ptr, to.ptr, of.count, <ncclDataType_t> of.dtype, comm,
                                        <cudaStream_t> stream)
-        self.comm.leave(result, "ncclAllGather")
+        self.comm.leave_op(result, "ncclAllGather", record)
         return True
 
     def broadcast(self, array, root, /):
@@ -380,17 +384,18 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int c_root = self.peer(root)
         if c_root < 0 or not self.reader.fill(array, c_root != self.rank, &span) or not self.stream_of(
                 <void*> api.ncclBroadcast, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclBroadcast, "ncclBroadcast")
-        self.comm.note("ncclBroadcast", span.count, span.dtype, stream)
+        record = self.comm.note("ncclBroadcast", FLIGHT_BROADCAST, span.count, span.dtype, stream, c_root)
         with nogil:
             result = api.ncclBroadcast(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, c_root, comm,
                                        <cudaStream_t> stream)
-        self.comm.leave(result, "ncclBroadcast")
+        self.comm.leave_op(result, "ncclBroadcast", record)
         return True
 
     def all_to_all(self, out, inp, /):
@@ -399,6 +404,7 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         if not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
             return False
@@ -407,11 +413,11 @@ cdef class ArrayCalls:
         if not self.stream_of(<void*> api.ncclAlltoAll, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAlltoAll, "ncclAlltoAll")
-        self.comm.note("ncclAlltoAll", of.count // <size_t> self.size, of.dtype, stream)
+        record = self.comm.note("ncclAlltoAll", FLIGHT_ALL_TO_ALL, of.count // <size_t> self.size, of.dtype, stream, -1)
         with nogil:
             result = api.ncclAlltoAll(of.ptr, to.ptr, of.count // <size_t> self.size, <ncclDataType_t> of.dtype, comm,
                                       <cudaStream_t> stream)
-        self.comm.leave(result, "ncclAlltoAll")
+        self.comm.leave_op(result, "ncclAlltoAll", record)
         return True
 
     def send(self, array, peer, /):
@@ -420,17 +426,18 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int c_peer = self.peer(peer)
         if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, False, &span) or not self.stream_of(
                 <void*> api.ncclSend, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclSend, "ncclSend")
-        self.comm.note("ncclSend", span.count, span.dtype, stream)
+        record = self.comm.note("ncclSend", FLIGHT_SEND, span.count, span.dtype, stream, c_peer)
         with nogil:
             result = api.ncclSend(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
                                   <cudaStream_t> stream)
-        self.comm.leave(result, "ncclSend")
+        self.comm.leave_op(result, "ncclSend", record)
         return True
 
     def recv(self, array, peer, /):
@@ -439,15 +446,16 @@ cdef class ArrayCalls:
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int c_peer = self.peer(peer)
         if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, True, &span) or not self.stream_of(
                 <void*> api.ncclRecv, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclRecv, "ncclRecv")
-        self.comm.note("ncclRecv", span.count, span.dtype, stream)
+        record = self.comm.note("ncclRecv", FLIGHT_RECV, span.count, span.dtype, stream, c_peer)
         with nogil:
             result = api.ncclRecv(span.ptr, span.count, <ncclDataType_t> span.dtype, c_peer, comm,
                                   <cudaStream_t> stream)
-        self.comm.leave(result, "ncclRecv")
+        self.comm.leave_op(result, "ncclRecv", record)
         return True

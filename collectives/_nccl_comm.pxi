@@ -55,13 +55,35 @@ cdef class Comm:
             self.settle(code, name)
         return 0
 
-    cdef inline void note(self, const char* name, size_t count, int dtype, size_t stream) noexcept:
-        """Record the call that is issued.
+    cdef inline int leave_op(self, ncclResult_t code, const char* name, collFlightRecord_t* record) except -1:
+        if record is not NULL and (record.flags & collFlightBlocking or code != ncclSuccess):
+            collFlightEnd(record, record.number, code)
+        return self.leave(code, name)
+
+    cdef inline collFlightRecord_t* note(self, const char* name, FlightOp op, size_t count, int dtype, size_t stream,
+                                         int peer) noexcept:
+        """Record the call that is issued; return its flight record, NULL where there is none.
 
         It is written under the GIL, so `issued` reads the values of one call.
         """
         self.last_op, self.last_count, self.last_dtype, self.last_stream = name, count, dtype, stream
         self.number += 1
+        return NULL if self.ring is None else self.record(op, count, dtype, stream, peer)
+
+    cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer) noexcept:
+        cdef int flags = collFlightCollective if op < FLIGHT_SEND else 0
+        cdef bint queued = stream != 0 or PyDict_GET_SIZE(self.library.groups) > 0
+        cdef collFlightRecord_t* record
+        if not queued and self.library.is_host:
+            flags |= collFlightBlocking
+        record = self.ring.begin(op, count, dtype, stream, peer, flags)
+        if queued and self.api.collHostFlightRecord is not NULL:    # the engine records its start and its end
+            self.api.collHostFlightRecord(record)
+        return record
+
+    def attach_flight_ring(self, FlightRing ring):
+        """Record the calls of this communicator from now on in a ring; None: no more."""
+        self.ring = ring
 
     cdef int refuse(self, void* function, const char* name) except -1:
         """Raise the reason why this call can't be made.
@@ -92,6 +114,8 @@ cdef class Comm:
         if self.closed and isinstance(error, errors.Aborted):       # abort() had to revoke first: the error names abort
             error = errors.Aborted("abort() closed the communicator during the call", code=error.code, op=error.op,
                                    rank=error.rank, seq=error.seq, nbytes=error.nbytes, detail=error.detail)
+        if self.ring is not None and self.ring.on_error is not None:
+            self.ring.on_error(error)
         raise error
 
     cdef int drain(self) except -1:
@@ -449,7 +473,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllReduce, "ncclAllReduce")
-        self.note("ncclAllReduce", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclAllReduce", FLIGHT_ALL_REDUCE, count, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -458,7 +482,7 @@ cdef class Comm:
             else:
                 code = self.api.ncclAllReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
                                                     <ncclRedOp_t> op, comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclAllReduce")
+        self.leave_op(code, "ncclAllReduce", record)
 
     def all_reduce_cast(self, size_t send, size_t recv, size_t count, int dtype, int wire, int op, double scale=1.0,
                         size_t stream=0):
@@ -469,13 +493,14 @@ cdef class Comm:
         ``collHostAllReduceCast``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceCast, "collHostAllReduceCast")
-        self.note("collHostAllReduceCast", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("collHostAllReduceCast", FLIGHT_ALL_REDUCE,
+                                                    count, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             code = self.api.collHostAllReduceCast(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
                                                   <ncclDataType_t> wire, scale, <ncclRedOp_t> op, comm,
                                                   <cudaStream_t> stream)
-        self.leave(code, "collHostAllReduceCast")
+        self.leave_op(code, "collHostAllReduceCast", record)
 
     def all_reduce_share(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t share,
                          size_t stream=0):
@@ -487,13 +512,14 @@ cdef class Comm:
         ``collHostAllReduceShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostAllReduceShare, "collHostAllReduceShare")
-        self.note("collHostAllReduceShare", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("collHostAllReduceShare", FLIGHT_ALL_REDUCE,
+                                                    count, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             code = self.api.collHostAllReduceShare(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
                                                    <ncclRedOp_t> op, <collHostShare_t*> share, comm,
                                                    <cudaStream_t> stream)
-        self.leave(code, "collHostAllReduceShare")
+        self.leave_op(code, "collHostAllReduceShare", record)
 
     def reduce_scatter_share(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t share,
                              size_t stream=0):
@@ -504,13 +530,14 @@ cdef class Comm:
         ``collHostReduceScatterShare``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostReduceScatterShare, "collHostReduceScatterShare")
-        self.note("collHostReduceScatterShare", recvcount, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("collHostReduceScatterShare", FLIGHT_REDUCE_SCATTER,
+                                                    recvcount, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             code = self.api.collHostReduceScatterShare(<const void*> send, <void*> recv, recvcount,
                                                        <ncclDataType_t> dtype, <ncclRedOp_t> op,
                                                        <collHostShare_t*> share, comm, <cudaStream_t> stream)
-        self.leave(code, "collHostReduceScatterShare")
+        self.leave_op(code, "collHostReduceScatterShare", record)
 
     def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
                        config=None):
@@ -521,7 +548,8 @@ cdef class Comm:
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceScatterConfig,
                                        "ncclReduceScatterConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduceScatter, "ncclReduceScatter")
-        self.note("ncclReduceScatter", recvcount, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclReduceScatter", FLIGHT_REDUCE_SCATTER,
+                                                    recvcount, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -531,7 +559,7 @@ cdef class Comm:
                 code = self.api.ncclReduceScatterConfig(<const void*> send, <void*> recv, recvcount,
                                                         <ncclDataType_t> dtype, <ncclRedOp_t> op, comm,
                                                         <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclReduceScatter")
+        self.leave_op(code, "ncclReduceScatter", record)
 
     def all_gather(self, size_t send, size_t recv, size_t sendcount, int dtype, size_t stream=0, config=None):
         """Gather ``sendcount`` elements of every rank into ``recv``, in rank order.
@@ -540,7 +568,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllGatherConfig, "ncclAllGatherConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllGather, "ncclAllGather")
-        self.note("ncclAllGather", sendcount, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclAllGather", FLIGHT_ALL_GATHER, sendcount, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -549,7 +577,7 @@ cdef class Comm:
             else:
                 code = self.api.ncclAllGatherConfig(<const void*> send, <void*> recv, sendcount, <ncclDataType_t> dtype,
                                                     comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclAllGather")
+        self.leave_op(code, "ncclAllGather", record)
 
     def broadcast(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
         """Copy ``count`` elements from ``send`` of ``root`` to ``recv`` of every rank.
@@ -558,7 +586,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclBroadcastConfig, "ncclBroadcastConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBroadcast, "ncclBroadcast")
-        self.note("ncclBroadcast", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclBroadcast", FLIGHT_BROADCAST, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -567,7 +595,7 @@ cdef class Comm:
             else:
                 code = self.api.ncclBroadcastConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
                                                     root, comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclBroadcast")
+        self.leave_op(code, "ncclBroadcast", record)
 
     def reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, int root, size_t stream=0, config=None):
         """Reduce ``count`` elements over all ranks into ``recv`` of ``root``.
@@ -576,7 +604,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceConfig, "ncclReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduce, "ncclReduce")
-        self.note("ncclReduce", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclReduce", FLIGHT_REDUCE, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -585,7 +613,7 @@ cdef class Comm:
             else:
                 code = self.api.ncclReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
                                                  <ncclRedOp_t> op, root, comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclReduce")
+        self.leave_op(code, "ncclReduce", record)
 
     def all_to_all(self, size_t send, size_t recv, size_t count, int dtype, size_t stream=0, config=None):
         """Send the j-th ``count`` elements to rank j, and receive rank i's into the i-th.
@@ -594,7 +622,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAlltoAllConfig, "ncclAlltoAllConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAlltoAll, "ncclAlltoAll")
-        self.note("ncclAlltoAll", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclAlltoAll", FLIGHT_ALL_TO_ALL, count, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -603,7 +631,7 @@ cdef class Comm:
             else:
                 code = self.api.ncclAlltoAllConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
                                                    comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclAlltoAll")
+        self.leave_op(code, "ncclAlltoAll", record)
 
     def gather(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
         """Gather ``count`` elements of every rank into ``recv`` of ``root``, in rank order.
@@ -612,7 +640,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclGatherConfig, "ncclGatherConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclGather, "ncclGather")
-        self.note("ncclGather", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclGather", FLIGHT_GATHER, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -621,7 +649,7 @@ cdef class Comm:
             else:
                 code = self.api.ncclGatherConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
                                                  comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclGather")
+        self.leave_op(code, "ncclGather", record)
 
     def scatter(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
         """Send the i-th ``count`` elements of ``send`` of ``root`` to ``recv`` of rank i.
@@ -630,7 +658,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclScatterConfig, "ncclScatterConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclScatter, "ncclScatter")
-        self.note("ncclScatter", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclScatter", FLIGHT_SCATTER, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
@@ -639,16 +667,16 @@ cdef class Comm:
             else:
                 code = self.api.ncclScatterConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
                                                   comm, <cudaStream_t> stream, &tuned.c)
-        self.leave(code, "ncclScatter")
+        self.leave_op(code, "ncclScatter", record)
 
     def bcast(self, size_t buf, size_t count, int dtype, int root, size_t stream=0):
         """Broadcast in place. C: ``ncclBcast``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBcast, "ncclBcast")
-        self.note("ncclBcast", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclBcast", FLIGHT_BROADCAST, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclBcast(<void*> buf, count, <ncclDataType_t> dtype, root, comm, <cudaStream_t> stream)
-        self.leave(code, "ncclBcast")
+        self.leave_op(code, "ncclBcast", record)
 
     # ---- point to point
 
@@ -658,21 +686,21 @@ cdef class Comm:
         C: ``ncclSend``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSend, "ncclSend")
-        self.note("ncclSend", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclSend", FLIGHT_SEND, count, dtype, stream, peer)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclSend(<const void*> buf, count, <ncclDataType_t> dtype, peer, comm,
                                      <cudaStream_t> stream)
-        self.leave(code, "ncclSend")
+        self.leave_op(code, "ncclSend", record)
 
     def recv(self, size_t buf, size_t count, int dtype, int peer, size_t stream=0):
         """Receive ``count`` elements from rank ``peer``. C: ``ncclRecv``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclRecv, "ncclRecv")
-        self.note("ncclRecv", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclRecv", FLIGHT_RECV, count, dtype, stream, peer)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclRecv(<void*> buf, count, <ncclDataType_t> dtype, peer, comm, <cudaStream_t> stream)
-        self.leave(code, "ncclRecv")
+        self.leave_op(code, "ncclRecv", record)
 
     def put_signal(self, size_t local, size_t count, int dtype, int peer, size_t window, size_t offset, int sig_idx=0,
                    int ctx=0, unsigned int flags=0, size_t stream=0):
@@ -681,22 +709,22 @@ cdef class Comm:
         C: ``ncclPutSignal``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclPutSignal, "ncclPutSignal")
-        self.note("ncclPutSignal", count, dtype, stream)
+        cdef collFlightRecord_t* record = self.note("ncclPutSignal", FLIGHT_PUT_SIGNAL, count, dtype, stream, peer)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclPutSignal(<const void*> local, count, <ncclDataType_t> dtype, peer,
                                           <ncclWindow_t> window, offset, sig_idx, ctx, flags, comm,
                                           <cudaStream_t> stream)
-        self.leave(code, "ncclPutSignal")
+        self.leave_op(code, "ncclPutSignal", record)
 
     def signal(self, int peer, int sig_idx=0, int ctx=0, unsigned int flags=0, size_t stream=0):
         """Signal ``peer`` with no data. C: ``ncclSignal``."""
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSignal, "ncclSignal")
-        self.note("ncclSignal", 0, 0, stream)
+        cdef collFlightRecord_t* record = self.note("ncclSignal", FLIGHT_SIGNAL, 0, 0, stream, peer)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclSignal(peer, sig_idx, ctx, flags, comm, <cudaStream_t> stream)
-        self.leave(code, "ncclSignal")
+        self.leave_op(code, "ncclSignal", record)
 
     def wait_signal(self, list signals not None, size_t stream=0):
         """Wait for signals: a list of ``(how many, peer, sig_idx, ctx)``. C: ``ncclWaitSignal``."""
@@ -705,11 +733,11 @@ cdef class Comm:
         cdef ncclWaitSignalDesc_t* descs = <ncclWaitSignalDesc_t*> flat.data     # four ints each
         cdef int count = len(signals)
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclWaitSignal, "ncclWaitSignal")
-        self.note("ncclWaitSignal", 0, 0, stream)
+        cdef collFlightRecord_t* record = self.note("ncclWaitSignal", FLIGHT_WAIT_SIGNAL, 0, 0, stream, -1)
         cdef ncclResult_t code
         with nogil:
             code = self.api.ncclWaitSignal(count, descs, comm, <cudaStream_t> stream)
-        self.leave(code, "ncclWaitSignal")
+        self.leave_op(code, "ncclWaitSignal", record)
 
     # ---- functions of the host engine
 

@@ -111,6 +111,7 @@
   F(collHostAllReduceShare, 0) \
   F(collHostReduceScatterShare, 0) \
   F(collHostLabel, 0) \
+  F(collHostFlightRecord, 0) \
   F(collHostGroupCancel, 0)
 
 #define COLL_MEMBER(function, since) __typeof__(&function) function;

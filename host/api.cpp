@@ -62,6 +62,7 @@ namespace {
 
 thread_local const char* t_op_label = nullptr;
 thread_local const char* t_type_label = nullptr;
+thread_local collFlightRecord_t* t_flight = nullptr;
 
 const char* interned(const char* text) {
   if (!text || !*text) return nullptr;
@@ -87,6 +88,8 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
   const char* op_label = t_op_label;
   const char* type_label = t_type_label;
   t_op_label = t_type_label = nullptr;
+  collFlightRecord_t* flight = t_flight;
+  t_flight = nullptr;
   if (op_label) name = op_label;
   return guarded(name, [&] {
     ncclComm* c = checked(comm, name);
@@ -114,6 +117,8 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.comm = c;
     o.op_label = op_label;
     o.type_label = type_label;
+    o.flight = flight;
+    o.flight_number = flight ? flight->number : 0;
     if (root < 0 || root >= c->size)
       return wrong(format("%s is %d, must be 0 to %d", kind == CollKind::Send || kind == CollKind::Recv ? "peer" : "root", root,
                           c->size - 1));
@@ -284,6 +289,11 @@ ncclResult_t ncclGroupStart(void) { return group_start(); }
 ncclResult_t ncclGroupEnd(void) {
   return guarded("ncclGroupEnd", [&] { return group_end("ncclGroupEnd"); });
 }
+ncclResult_t collHostFlightRecord(collFlightRecord_t* record) {
+  t_flight = record;
+  return ncclSuccess;
+}
+
 ncclResult_t collHostLabel(const char* op, const char* datatype) {
   return guarded("collHostLabel", [&] {
     t_op_label = interned(op);

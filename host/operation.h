@@ -46,6 +46,10 @@ struct Op {
   uint64_t seq = 0;  // number of the collective on its communicator
   const char* op_label = nullptr;    // interned; the labels of the last
   const char* type_label = nullptr;  // collHostLabel
+  collFlightRecord_t* flight = nullptr;  // where its start and its end are recorded, as this number
+  uint64_t flight_number = 0;
+  void record_start() const { if (flight) collFlightStart(flight, flight_number); }
+  void record_end(ncclResult_t code) const { if (flight) collFlightEnd(flight, flight_number, code); }
   const char* name() const { return op_label ? op_label : kind_name(kind); }
   size_t bytes() const { return count * type_size(type); }
   ncclDataType_t slot_type() const { return wire < 0 ? type : static_cast<ncclDataType_t>(wire); }

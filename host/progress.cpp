@@ -102,6 +102,7 @@ struct Run {
   }
 
   void fail(Error e) {
+    current().record_end(e.code);
     keep(std::move(e), current());
     finished = true;
     bool aborted = error.kind == collHostErrorAborted;
@@ -134,6 +135,7 @@ struct Run {
           }
         }
         now.begin();
+        now.op.record_start();
         describe(now.op, now.base + 1);
       }
       moved = now.advance() || moved;
@@ -142,6 +144,7 @@ struct Run {
         return true;
       }
       if (!now.done()) return moved;
+      now.op.record_end(now.error.code);
       ++work.next;
       if (now.mismatched) {
         keep(now.error, now.op);
@@ -164,6 +167,7 @@ struct Run {
       if (taken) continue;  // an earlier one of the same pair and direction goes first
       if (!t.begun) {
         t.begin();
+        t.op.record_start();
         if (t.error) {
           fail(t.error);
           return true;
@@ -172,6 +176,7 @@ struct Run {
       }
       moved = t.advance() || moved;
       if (t.done()) {
+        t.op.record_end(t.error.code);
         --open;
         if (t.mismatched) keep(t.error, t.op);
       } else {
@@ -339,7 +344,11 @@ Error run_all(Run* runs, size_t count) {
       continue;
     }
     for (auto& pair : w.local) {
+      pair.first.record_start();
+      pair.second.record_start();
       if (pair.first.bytes()) memmove(pair.second.recv, pair.first.send, pair.first.bytes());
+      pair.first.record_end(ncclSuccess);
+      pair.second.record_end(ncclSuccess);
     }
   }
 

@@ -13,6 +13,7 @@ import torch
 
 from ..cuda_state import refuse_capture
 from ..errors import Aborted, CollectivesError, CudaError, InvalidUsage
+from .flight_recorder import detach
 from .group import open_groups
 from .lifetime import ClosedHandle, never_freed, open_comms
 from .memory import free_dropped
@@ -58,6 +59,7 @@ def close(comm) -> None:
             _synchronize(comm, native.abort)  # what other threads have issued meanwhile
             free_dropped()
         comm._queue.close()
+        detach(comm, "closed")
         _free(comm, native)
 
 
@@ -72,6 +74,7 @@ def abort(comm) -> None:
         comm._native.reported = True
         return
     _unregister(comm)
+    detach(comm, "aborted")
     with comm._device_guard():
         native.abort()
     # Bounded, since abort() may run in a signal handler that interrupted a call which only then can
@@ -94,6 +97,7 @@ def abort_with_error(comm, error: CollectivesError) -> None:
     if native is None:
         return
     _unregister(comm)
+    detach(comm, "failed", error)
     comm._queue.abort_with_error(error, native.abort)
     never_freed.append((comm._queue, comm._registrations))  # a thread of the program's may be inside the engine
 

@@ -9,13 +9,14 @@ the end of a communicator.
 from __future__ import annotations
 
 import contextlib
+from hashlib import sha256
 
 import torch
 
 from ..arrays import Reader
 from ..environment import read_switch
 from ..errors import InvalidUsage
-from . import closing, opening, operations
+from . import closing, flight_recorder, opening, operations
 from .algorithms.executor import AlgorithmExecutor
 from .algorithms.policy import Policy, use_policy
 from .arguments import parse_timeout
@@ -68,6 +69,7 @@ class Communicator(CommMemory):
         config, policy = parse_config(config), Policy(False, 0, {}, {})
         native, device = opening.open_native(engine, unique_id, rank, size, device, config, native)
         self._initialize(native, engine, device, local_rank, local_size, timeout, policy, config, peers)
+        flight_recorder.attach(self, sha256(unique_id).hexdigest()[:12])
         opening.agree(self, bool(deterministic))
 
     def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, config, peers=None):
@@ -85,6 +87,7 @@ class Communicator(CommMemory):
         self._registrations: set[Registration] = set()
         self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
         self._barrier_tensor = None
+        self._flight: flight_recorder.Flight | None = None
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
         use_policy(self, policy)
         self.timeout = timeout
@@ -328,5 +331,6 @@ def _open_child(comm: Communicator, native, name: str, config: CommConfig) -> Co
         return None
     child = Communicator.__new__(Communicator)
     child._initialize(native, *opening.inherit(comm, native, config))
+    flight_recorder.attach_child(child, comm, name)
     watch_child(child, comm, name)
     return child

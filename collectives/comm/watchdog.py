@@ -32,6 +32,7 @@ from .._nccl import DTYPES, check
 from ..arrays import ITEMSIZE
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
+from .flight_recorder import complete
 from .liveness import exit_reason
 from .waiting import call_with_timeout, format_ranks
 
@@ -118,6 +119,7 @@ class _WatchedComm:
             check(state, comm.engine.library, native)
         if self._has_completed is not None and self._has_completed():
             self._has_completed, self._ended_number = None, self._event_number
+            complete(comm, self._ended_number)
         if self._has_completed is None and number > self._ended_number and number == self._last_number:
             self._has_completed = comm._queue.record_completion(stream)  # None: not now
             self._event_number, self._event_time = number, now

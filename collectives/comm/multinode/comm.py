@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo
+from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo, FlightRing
 from ...arrays import ITEMSIZE
 from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
 from ..engine import Engine
@@ -32,6 +32,7 @@ from .topology import Topology, group_ranks_by_node
 
 __all__ = ["MultiNodeComm", "NoFastPath", "open_multinode"]
 
+_INTERNAL_ERROR = 3  # ncclInternalError
 _FIRST_CREATED_OP = 1 << 20  # the numbers of premultiplied sums
 
 
@@ -74,6 +75,7 @@ class MultiNodeComm:
         self._store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in self.peers])
         self.call_order = CallOrder()
         self._running: Call | None = None
+        self.flight_ring: FlightRing | None = None
         self._failure: CollectivesError | None = None
         self._aborted = False
         self._timeout: float | None = None
@@ -123,18 +125,33 @@ class MultiNodeComm:
         self.check_usable(call.op)
         collectives = self.collectives
         self._running = call
+        self._record(call.flight_number, FlightRing.start)
         try:
             collectives.begin_call(self._timeout)
             if call.label != (None, None):
                 collectives.library.label(*call.label)
             call.body()
         except Exception as error:
-            raise self._fail(error, call.label[0] or call.op) from error
+            found = self._fail(error, call.label[0] or call.op)
+            self._record(call.flight_number, FlightRing.end, found.code or _INTERNAL_ERROR)
+            if self.flight_ring is not None:
+                self.flight_ring.on_error(found)
+            raise found from error
         except BaseException:  # Ctrl-C: the peers must not be left waiting
             self._shut_down(Aborted("the call was interrupted", op=call.op, rank=self.rank))
             raise
+        else:
+            self._record(call.flight_number, FlightRing.end)
         finally:
             self._running = None
+
+    def attach_flight_ring(self, ring: FlightRing | None) -> None:
+        """Record the calls from now on in a ring; None: no more."""
+        self.flight_ring = ring
+
+    def _record(self, number: int, method, *args) -> None:
+        if self.flight_ring is not None and number:
+            method(self.flight_ring, number, *args)
 
     def _fail(self, error: Exception, op: str) -> CollectivesError:
         """Post the cause of a failed call, shut down, and return the error to raise."""

@@ -7,9 +7,13 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+from ..._nccl import DTYPES, FLIGHT_OPS
 from ...errors import InternalError
 
 __all__ = ["Call", "CallOrder", "MultiNodeLibrary"]
+
+
+_BYTES = DTYPES["uint8"]  # what a call's count is of, in the flight recorder
 
 
 class MultiNodeLibrary:
@@ -92,7 +96,7 @@ class Call:
     ``previous_done`` and ``done``: events that put the communicator's calls in order.
     """
 
-    __slots__ = ("body", "comm", "done", "label", "nbytes", "op", "p2p_op", "previous_done", "stream")
+    __slots__ = ("body", "comm", "done", "flight_number", "label", "nbytes", "op", "p2p_op", "previous_done", "stream")
 
     def __init__(self, comm, op: str, nbytes: int, body, stream: int, p2p_op=None):
         self.comm = comm
@@ -103,6 +107,10 @@ class Call:
         self.p2p_op = p2p_op
         self.label = comm.library.take_label()
         self.previous_done = self.done = None
+        ring = comm.flight_ring
+        self.flight_number = 0 if ring is None else ring.add(
+            FLIGHT_OPS.index(op), nbytes, _BYTES, stream, -1 if p2p_op is None else p2p_op.peer, p2p_op is None
+        )
 
 
 class CallOrder:

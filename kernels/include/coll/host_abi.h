@@ -4,6 +4,7 @@
 #ifndef COLL_HOST_ABI_H_
 #define COLL_HOST_ABI_H_
 
+#include "coll/flight_record.h"
 #include "nccl_abi.h"
 
 #ifdef __cplusplus
@@ -84,6 +85,9 @@ ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting);
 // layer above that sends types of its own as bytes, or makes an operation of its own out of
 // another. Either may be NULL. Ranks whose labels differ did not make the same call.
 ncclResult_t collHostLabel(const char* op, const char* datatype);
+// Has the engine write into a flight record when the calling thread's next operation starts and ends.
+// The memory stays the caller's, and must stay mapped; see flight_record.h.
+ncclResult_t collHostFlightRecord(collFlightRecord_t* record);
 
 // ---- Operations.
 // An all-reduce of float32 or float64 whose data travels as `wire` (a floating type): each rank's
