@@ -49,7 +49,8 @@ cdef class FlightRing:
         self.ring = <collFlightHeader_t*> self.view.buf
         self.find_line, self.on_error = find_line, on_error
         self.line_numbers = {}
-        memset(<void*> self.ring, 0, FLIGHT_BYTES)
+        if self.ring.header_bytes != 0:     # an earlier ring's; else it is all zeros, and no page is touched
+            memset(<void*> self.ring, 0, FLIGHT_BYTES)
         self.ring.header_bytes, self.ring.record_bytes = collFlightHeaderBytes, sizeof(collFlightRecord_t)
         self.ring.capacity, self.ring.lines = collFlightCapacity, collFlightLines
         memcpy(self.ring.magic, b"COLLFLT1", 8)

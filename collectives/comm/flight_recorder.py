@@ -171,11 +171,12 @@ def _take_memory(rank: int) -> tuple[mmap.mmap, Path | None]:
     """Return a ring's memory, and the path of its file or None."""
     global _count
     folder = os.environ.get(_DIR, "")
+    wanted = Path(folder) if folder and folder not in _failed_dirs else None
     for number, (memory, path) in enumerate(_free):
-        if (path is None) == (not folder or folder in _failed_dirs):
+        if wanted == (None if path is None else path.parent):
             del _free[number]
             return memory, path
-    if folder and folder not in _failed_dirs:
+    if wanted is not None:
         path = Path(folder, f"rank{rank}-{socket.gethostname()}-{os.getpid()}-{_count}.flight")
         _count += 1
         try:

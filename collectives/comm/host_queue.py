@@ -42,7 +42,7 @@ class HostQueue(AsyncQueue):
             if not native.wait(pending_op.completion, timeout):
                 return False
         except CollectivesError as error:
-            pending_op.end(error)
+            self._fail(pending_op, error)
         else:
             pending_op.end()
         finally:
@@ -63,7 +63,12 @@ class HostQueue(AsyncQueue):
             if self._native.done(pending_op.completion):
                 pending_op.end()
         except CollectivesError as error:
-            pending_op.end(error)
+            self._fail(pending_op, error)
+
+    def _fail(self, pending_op: PendingOp, error: CollectivesError) -> None:
+        pending_op.end(error)
+        if self._comm._flight is not None:
+            self._comm._flight.record_error(error)
 
     def timeout_error(self, work: Work, timeout: float) -> CollectiveTimeout:
         """Build the error of a wait that timed out, from the operation in progress."""

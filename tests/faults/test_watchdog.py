@@ -136,7 +136,7 @@ class Queue:
 class Comm:
     """A communicator as the watchdog sees it, whose calls and their ends are the test's."""
 
-    rank, size, timeout, closed, peers = 0, 3, 30.0, False, None
+    rank, size, timeout, closed, peers, _flight = 0, 3, 30.0, False, None, None
 
     def __init__(self):
         self._native, self._queue, self.error = Native(), Queue(), None

@@ -22,7 +22,7 @@ rendezvous
 compression
 gradients
 ddp sharded horovod backend
-auto tracing run bench doctor
+auto tracing run bench doctor flight
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 

@@ -1,0 +1,241 @@
+"""Analysis of a job's flight recorder files: who died, who did not come, who called something else,
+who is slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..comm.liveness import this_process
+from ..comm.waiting import format_ranks
+from .reading import Operation, RingFile
+
+__all__ = ["Finding", "analyse"]
+
+_SLOW_SHARE = 0.8  # of the latest operations to which a slow rank comes last
+_SLOW_FLOOR_NS = 1_000_000
+_SLOW_WINDOW = 24  # operations
+_SLOW_LEAST = 8
+_SLOW_GAP = 3
+_STOPPED = "T"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that went wrong.
+
+    ``kind``: "died", "missing", "different", "error", "stopped", "slow", "apart" or "no file";
+    ``communicator``: its name; ``ranks``: whom it is about, by that communicator's numbers;
+    ``text``: in words; ``at``: when, ns of the time of day, None where that isn't known; ``facts``:
+    further values, for programs.
+    """
+
+    kind: str
+    communicator: str
+    ranks: tuple[int, ...]
+    text: str
+    at: int | None = None
+    facts: dict = field(default_factory=dict)
+
+
+def analyse(rings: Iterable[RingFile]) -> list[Finding]:
+    """Return what the rings say went wrong, the likely causes first.
+
+    ``rings``: of all ranks, as `read_folder` returns them.
+    """
+    groups: dict[str, dict[int, RingFile]] = defaultdict(dict)
+    for ring in rings:  # of two files of one rank the later one counts
+        groups[ring.name][ring.rank] = ring
+    findings = []
+    for name, by_rank in sorted(groups.items()):
+        findings += _analyse_comm(name, by_rank)
+    order = ["died", "stopped", "different", "missing", "error", "no file", "slow", "apart"]
+    return sorted(findings, key=lambda found: (order.index(found.kind), found.at or 2**63))
+
+
+def _analyse_comm(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    died = _find_deaths(name, rings)
+    gone = {rank for found in died for rank in found.ranks}
+    return [
+        *died,
+        *_find_stopped(name, rings),
+        *_find_different_calls(name, rings),
+        *_find_missing(name, rings, gone),
+        *_find_errors(name, rings),
+        *_find_absent_files(name, rings),
+        *_find_slow_rank(name, rings),
+        *_find_distance(name, rings),
+    ]
+
+
+def _after(ring: RingFile) -> str:
+    """Return a rank's last operation in words."""
+    last = ring.operations[-1] if ring.operations else None
+    if last is None:
+        return "before its first operation"
+    where = f"number {last.number} ({last.describe()})"
+    return f"in operation {where}" if last.pending else f"after operation {where}"
+
+
+def _find_deaths(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    """Return the ranks whose processes have ended without closing the communicator, in the order of
+    their ends.
+    """
+    accused: dict[int, int] = {}  # the first moment at which another rank named it
+    for ring in rings.values():
+        for peer in (ring.error or {}).get("peers", ()):
+            at = ring.state_at + ring.clock
+            accused[peer] = min(at, accused.get(peer, at))
+    found = []
+    for rank, ring in rings.items():
+        if ring.state != "open" or not ring.ended_process:
+            continue
+        at = ring.last_at
+        text = f"rank {rank} (process {ring.pid} on {ring.host}) died {_after(ring)}"
+        if rank in accused:
+            text += f"; another rank noticed {max(0, accused[rank] - at) / 1e9:.2f} s after its last sign"
+        found.append(Finding("died", name, (rank,), text, at, {"pid": ring.pid, "host": ring.host}))
+    found.sort(key=lambda each: each.at)
+    if len(found) > 1:
+        first = found[0]
+        found[0] = Finding("died", name, first.ranks, first.text + "; it was the first", first.at, first.facts)
+    return found
+
+
+def _find_stopped(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    found = []
+    for rank, ring in rings.items():
+        if ring.state != "open" or not ring.process or ring.ended_process:
+            continue
+        if _process_state(ring.pid) == _STOPPED and _is_of_this_node(ring):
+            how = "is stopped (SIGSTOP, Ctrl-Z, a debugger)"
+            text = f"rank {rank} (process {ring.pid} on {ring.host}) {how} {_after(ring)}"
+            found.append(Finding("stopped", name, (rank,), text, ring.last_at))
+    return found
+
+
+def _is_of_this_node(ring: RingFile) -> bool:
+    return ring.local_process.split("|")[:2] == this_process().split("|")[:2]
+
+
+def _process_state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
+def _collectives(ring: RingFile) -> dict[int, Operation]:
+    return {op.sequence: op for op in ring.operations if op.collective}
+
+
+def _find_different_calls(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    """Return the first collective whose calls differ between the ranks."""
+    by_rank = {rank: _collectives(ring) for rank, ring in rings.items()}
+    for sequence in sorted(set().union(*by_rank.values())):
+        calls = {rank: ops[sequence] for rank, ops in by_rank.items() if sequence in ops}
+        kinds = Counter(op.call for op in calls.values())
+        if len(kinds) < 2:
+            continue
+        (usual, _), *_ = kinds.most_common(1)
+        others = {rank: op for rank, op in calls.items() if op.call != usual}
+        normal = next(rank for rank, op in calls.items() if op.call == usual)
+        parts = [f"rank {rank} called {op.describe()}" for rank, op in list(others.items())[:8]]
+        like = [rank for rank in calls if rank not in others]
+        text = (
+            f"collective number {sequence} is not the same on all ranks: {'; '.join(parts)}; "
+            f"{format_ranks(like)} called {calls[normal].describe()}"
+        )
+        at = min(op.submitted + rings[rank].clock for rank, op in others.items())
+        return [Finding("different", name, tuple(others), text, at, {"sequence": sequence})]
+    return []
+
+
+def _find_missing(name: str, rings: dict[int, RingFile], gone: set[int]) -> list[Finding]:
+    """Return the ranks that never came to the newest collective that others wait in."""
+    newest = {rank: ring.last_collective for rank, ring in rings.items()}
+    waiting = {
+        rank: op for rank, op in newest.items() if op is not None and (op.pending or (op.code and rings[rank].error))
+    }
+    if not waiting:
+        return []
+    sequence = max(op.sequence for op in waiting.values())
+    behind = [rank for rank, op in newest.items() if (op.sequence if op else 0) < sequence and rank not in gone]
+    if not behind:
+        return []
+    waiters = [rank for rank, op in waiting.items() if op.sequence == sequence]
+    parts = [f"rank {rank} is {_after(rings[rank])}" for rank in behind[:8]]
+    text = (
+        f"{format_ranks(behind)} never came to collective number {sequence} ({waiting[waiters[0]].describe()}), in "
+        f"which {format_ranks(waiters)} waited: {'; '.join(parts)}"
+    )
+    at = min(waiting[rank].submitted + rings[rank].clock for rank in waiters)
+    return [Finding("missing", name, tuple(behind), text, at, {"sequence": sequence})]
+
+
+def _find_errors(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    found = []
+    for rank, ring in rings.items():
+        if ring.error is not None:
+            text = f"rank {rank} got {ring.error['kind']}: {ring.error['text']}"
+            found.append(Finding("error", name, (rank,), text, ring.state_at + ring.clock, {"error": ring.error}))
+    return found
+
+
+def _find_absent_files(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    size = max(ring.size for ring in rings.values())
+    absent = [rank for rank in range(size) if rank not in rings] if size <= 4096 else []
+    failed = any(ring.state != "closed" for ring in rings.values())
+    if not absent or not failed:
+        return []
+    text = f"{format_ranks(absent)} left no file: ended in good order, or on a node whose folder isn't here"
+    return [Finding("no file", name, tuple(absent), text)]
+
+
+def _find_slow_rank(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    """Return the rank that comes last to most of the latest collectives, by a margin that counts."""
+    if len(rings) < 2:
+        return []
+    by_rank = {rank: _collectives(ring) for rank, ring in rings.items()}
+    common = sorted(set.intersection(*(set(ops) for ops in by_rank.values())))[-1024:]
+    rows = []  # (sequence, rank that came last, ns after the one before it, when)
+    for sequence in common:
+        arrivals = sorted((ops[sequence].submitted + rings[rank].clock, rank) for rank, ops in by_rank.items())
+        rows.append((sequence, arrivals[-1][1], arrivals[-1][0] - arrivals[-2][0], arrivals[-1][0]))
+    window = rows[-_SLOW_WINDOW:]
+    if len(window) < _SLOW_LEAST:
+        return []
+    (rank, times), *_ = Counter(row[1] for row in window).most_common(1)
+    late = statistics.median(row[2] for row in window if row[1] == rank)
+    if times < _SLOW_SHARE * len(window) or late < _SLOW_FLOOR_NS:
+        return []
+    since, others = window[-1], 0
+    for row in reversed(rows):  # now and then another rank is later still
+        slow = row[1] == rank and row[2] >= late / 4
+        others = 0 if slow else others + 1
+        if others > _SLOW_GAP:
+            break
+        since = row if slow else since
+    text = (
+        f"rank {rank} is slow since collective number {since[0]}: it came last to {times} of the last {len(window)}, "
+        f"by {late / 1e6:.1f} ms (median)"
+    )
+    return [Finding("slow", name, (rank,), text, since[3], {"sequence": since[0], "median_ns": late})]
+
+
+def _find_distance(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    numbers = {rank: (ring.last_collective.sequence if ring.last_collective else 0) for rank, ring in rings.items()}
+    low, high = min(numbers.values()), max(numbers.values())
+    if high - low < 1 or all(ring.state == "closed" for ring in rings.values()):
+        return []
+    ahead = [rank for rank, number in numbers.items() if number == high]
+    behind = [rank for rank, number in numbers.items() if number == low]
+    text = (
+        f"the ranks are {high - low} collectives apart: {format_ranks(ahead)} at number {high}, {format_ranks(behind)} "
+        f"at number {low}"
+    )
+    return [Finding("apart", name, tuple(behind), text, None, {"low": low, "high": high})]

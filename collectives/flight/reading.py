@@ -1,0 +1,243 @@
+"""Reading of flight recorder files, every field of which is checked: a file may be of any content."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._nccl import DTYPES, FLIGHT_BYTES, FLIGHT_LAYOUT, FLIGHT_OPS
+from ..comm.liveness import has_ended, this_process
+from ..errors import InvalidArgument
+
+__all__ = ["Operation", "RingFile", "read_file", "read_folder"]
+
+_HEADER = struct.Struct("<8sIIIIQQqII")  # collFlightHeader_t
+_RECORD = struct.Struct("<QqqqQQIiHBBhBx")  # collFlightRecord_t
+_BLOCKING, _COLLECTIVE = 1, 2
+_DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a rank.
+
+    ``number``: among all of its communicator on this rank; ``sequence``: among the collectives, and
+    so the same on all ranks; ``count``: elements as in NCCL's call; ``peer``: root or peer, else
+    None; ``submitted``, ``started``, ``ended``: ns of the node's monotonic clock, None where it has
+    not happened or isn't known; ``completed``: whether it is known to have ended; ``line``: of the
+    program, "" where it wasn't recorded; ``code``: NCCL's result code of its end.
+    """
+
+    number: int
+    sequence: int
+    name: str
+    count: int
+    dtype: str
+    peer: int | None
+    collective: bool
+    stream: int
+    submitted: int
+    started: int | None
+    ended: int | None
+    completed: bool
+    code: int
+    line: str
+
+    @property
+    def pending(self) -> bool:
+        """Whether the operation is not known to have ended."""
+        return not self.completed
+
+    @property
+    def call(self) -> tuple:
+        """What must be the same on all ranks of a collective."""
+        return self.name, self.count, self.dtype, self.peer
+
+    def describe(self) -> str:
+        """Return the call in words."""
+        peer = "" if self.peer is None else f", {'root' if self.collective else 'peer'} {self.peer}"
+        return f"{self.name} of {self.count} {self.dtype}{peer}" + (f" at {self.line}" if self.line else "")
+
+
+@dataclass(frozen=True)
+class RingFile:
+    """One rank's ring of one communicator, as its file has it.
+
+    ``state``: "open", "closed", "aborted" or "failed"; ``state_at``: when, ns of the monotonic
+    clock; ``clock``: ns from that clock to the time of day; ``error``: the first one, a dict with
+    ``kind``, ``text``, ``op`` and ``peers``, or None; ``issued``: operations so far; ``operations``:
+    the last of them, in order; ``ended_process``: whether the process is known to have ended.
+    """
+
+    path: Path
+    name: str
+    rank: int
+    size: int
+    pid: int
+    process: str
+    host: str
+    node: int | None
+    device: str
+    engine: str
+    clock: int
+    state: str
+    state_at: int
+    error: dict | None
+    issued: int
+    operations: list[Operation] = field(repr=False)
+
+    @property
+    def ended_process(self) -> bool:
+        """Whether the process is known, on this machine, to have ended."""
+        return has_ended(self.local_process)
+
+    @property
+    def local_process(self) -> str:
+        """The process as `liveness` names it here: nodes by COLLECTIVES_HOST_ID may be this one."""
+        node, _, rest = self.process.partition("|")
+        if node.startswith("COLLECTIVES_HOST_ID=") and self.host == socket.gethostname():
+            node = this_process().partition("|")[0]
+        return f"{node}|{rest}"
+
+    @property
+    def last_at(self) -> int:
+        """The last moment at which the rank has written something, in ns of the time of day."""
+        times = [self.state_at] + [t for op in self.operations[-64:] for t in (op.submitted, op.started, op.ended) if t]
+        return max(times) + self.clock
+
+    @property
+    def last_collective(self) -> Operation | None:
+        """The newest collective."""
+        return next((op for op in reversed(self.operations) if op.collective), None)
+
+
+def read_folder(folder: str | os.PathLike) -> tuple[list[RingFile], list[str]]:
+    """Read all ``*.flight`` files of a folder and of those in it.
+
+    Return the rings by name and rank, and a line for each file that can't be read. Raises
+    `InvalidArgument` where there is no such folder or no file in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InvalidArgument(f"{folder}: no such folder")
+    paths = sorted(folder.rglob("*.flight"))
+    if not paths:
+        raise InvalidArgument(
+            f"{folder}: no *.flight files. Ranks write them with COLLECTIVES_FLIGHT_DIR, and remove them when they end "
+            "in good order"
+        )
+    rings, problems = [], []
+    for path in paths:
+        try:
+            rings.append(read_file(path))
+        except (OSError, InvalidArgument) as error:
+            problems.append(str(error))
+    return sorted(rings, key=lambda ring: (ring.name, ring.rank, ring.state_at)), problems
+
+
+def read_file(path: str | os.PathLike) -> RingFile:
+    """Read one file. Raises `InvalidArgument` where its content is none of a flight recorder."""
+    path = Path(path)
+    with open(path, "rb") as file:
+        data = file.read(FLIGHT_BYTES + 1)
+    if len(data) != FLIGHT_BYTES:
+        raise InvalidArgument(f"{path}: {len(data)} bytes, and a flight recorder's file has {FLIGHT_BYTES}")
+    magic, header, record, capacity, lines, issued, completed, _, _, used = _HEADER.unpack_from(data)
+    layout = FLIGHT_LAYOUT
+    known = (layout["header_bytes"], layout["record_bytes"], layout["capacity"], layout["lines"])
+    if magic != b"COLLFLT1" or (header, record, capacity, lines) != known:
+        raise InvalidArgument(f"{path}: no flight recorder's file of this version")
+    meta, outcome = _read_json(data, "meta", path), _read_json(data, "outcome", path)
+    try:
+        facts = {
+            "name": _text(meta["name"]), "rank": _number(meta["rank"], 0, _MAX_RANKS),
+            "size": _number(meta["size"], 1, _MAX_RANKS), "pid": _number(meta["pid"], 0, 2**31),
+            "process": _text(meta["process"]), "host": _text(meta["host"]), "device": _text(meta["device"]),
+            "node": None if meta["node"] is None else _number(meta["node"], 0, _MAX_RANKS),
+            "engine": _text(meta["engine"]), "clock": _number(meta["clock"], -(2**63), 2**63),
+        }  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"{path}: its head can't be used ({error})") from error
+    state, at, error = _parse_outcome(outcome)
+    names = _read_lines(data, min(used, layout["lines"]))
+    operations = _read_operations(data, issued, completed, names)
+    return RingFile(path, state=state, state_at=at, error=error, issued=issued, operations=operations, **facts)
+
+
+def _text(value) -> str:
+    if not isinstance(value, str) or len(value) > 1000:
+        raise ValueError(f"{value!r:.80}")
+    return value
+
+
+def _number(value, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
+        raise ValueError(f"{value!r:.80}")
+    return value
+
+
+def _read_json(data: bytes, part: str, path: Path) -> dict:
+    offset, room = FLIGHT_LAYOUT[f"{part}_offset"], FLIGHT_LAYOUT[f"{part}_bytes"] - 4
+    (length,) = struct.unpack_from("<I", data, offset)
+    if not length and part == "outcome":  # it is being written
+        return {}
+    try:
+        value = json.loads(data[offset + 4 : offset + 4 + min(length, room)])
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path}: its {part} is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path}: its {part} is no object")
+    return value
+
+
+def _parse_outcome(outcome: dict) -> tuple[str, int, dict | None]:
+    state = outcome.get("state")
+    at = outcome.get("at")
+    error = outcome.get("error")
+    if isinstance(error, dict):
+        peers = error.get("peers")
+        peers = [peer for peer in peers if isinstance(peer, int)] if isinstance(peers, list) else []
+        error = {
+            "kind": str(error.get("kind"))[:100], "text": str(error.get("text"))[:1000],
+            "op": str(error.get("op"))[:100], "peers": peers,
+        }  # fmt: skip
+    else:
+        error = None
+    valid = isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**63
+    return state if state in ("open", "closed", "aborted", "failed") else "open", at if valid else 0, error
+
+
+def _read_lines(data: bytes, count: int) -> list[str]:
+    size = FLIGHT_LAYOUT["line_bytes"]
+    start = FLIGHT_LAYOUT["header_bytes"] + FLIGHT_LAYOUT["capacity"] * FLIGHT_LAYOUT["record_bytes"]
+    places = (data[start + number * size : start + (number + 1) * size] for number in range(count))
+    return [place.partition(b"\0")[0].decode("utf-8", "replace") for place in places]
+
+
+def _read_operations(data: bytes, issued: int, completed: int, lines: list[str]) -> list[Operation]:
+    """Return the operations whose records are whole, in order."""
+    header, capacity = FLIGHT_LAYOUT["header_bytes"], FLIGHT_LAYOUT["capacity"]
+    found = []
+    for place in range(capacity):
+        fields = _RECORD.unpack_from(data, header + place * _RECORD.size)
+        number, submitted, started, ended, count, stream, sequence, peer, line, op, dtype, code, flags = fields
+        if not 0 < number <= issued or (number - 1) % capacity != place or number + capacity <= issued:
+            continue
+        if op >= len(FLIGHT_OPS) or min(submitted, started, ended) < 0:
+            continue
+        if not started and flags & _BLOCKING:
+            started = submitted
+        place_of_line = lines[line - 1] if 0 < line <= len(lines) else ""
+        found.append(
+            Operation(
+                number, sequence, FLIGHT_OPS[op], count, _DTYPE_NAMES.get(dtype, f"type {dtype}"),
+                None if peer < 0 else peer, bool(flags & _COLLECTIVE), stream, submitted, started or None,
+                ended or None, bool(ended) or number <= completed, code, place_of_line,
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda operation: operation.number)
