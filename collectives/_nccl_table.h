@@ -8,6 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "coll/flight_record.h"
 #include "coll/host_abi.h"
 #include "coll/nccl_abi.h"
 

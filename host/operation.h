@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "coll/flight_record.h"
 #include "coll/host_abi.h"
 
 enum class CollKind : int { AllReduce, ReduceScatter, AllGather, Broadcast, Reduce, AllToAll, Gather, Scatter, Send, Recv };

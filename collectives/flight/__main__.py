@@ -14,6 +14,8 @@ from .picture import draw
 from .reading import read_folder
 from .report import describe_rings, format_findings
 
+__all__ = ["main"]
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Read a folder and report; return 0, 1 where something went wrong, 2 where nothing can be read."""

@@ -28,6 +28,7 @@ PUBLIC = {
     "collectives": PACKAGE / "__init__.py",
     "collectives.auto": PACKAGE / "auto" / "__init__.py",
     "collectives.errors": PACKAGE / "errors.py",
+    "collectives.flight": PACKAGE / "flight" / "__init__.py",
     "collectives.horovod": PACKAGE / "horovod" / "__init__.py",
     "collectives.horovod.elastic": PACKAGE / "horovod" / "elastic" / "__init__.py",
     "collectives.kernels": PACKAGE / "kernels" / "__init__.py",

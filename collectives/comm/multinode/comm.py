@@ -32,7 +32,6 @@ from .topology import Topology, group_ranks_by_node
 
 __all__ = ["MultiNodeComm", "NoFastPath", "open_multinode"]
 
-_INTERNAL_ERROR = 3  # ncclInternalError
 _FIRST_CREATED_OP = 1 << 20  # the numbers of premultiplied sums
 
 
@@ -125,7 +124,7 @@ class MultiNodeComm:
         self.check_usable(call.op)
         collectives = self.collectives
         self._running = call
-        self._record(call.flight_number, FlightRing.start)
+        call.record_start()
         try:
             collectives.begin_call(self._timeout)
             if call.label != (None, None):
@@ -133,25 +132,19 @@ class MultiNodeComm:
             call.body()
         except Exception as error:
             found = self._fail(error, call.label[0] or call.op)
-            self._record(call.flight_number, FlightRing.end, found.code or _INTERNAL_ERROR)
-            if self.flight_ring is not None:
-                self.flight_ring.on_error(found)
+            call.record_end(found)
             raise found from error
         except BaseException:  # Ctrl-C: the peers must not be left waiting
             self._shut_down(Aborted("the call was interrupted", op=call.op, rank=self.rank))
             raise
         else:
-            self._record(call.flight_number, FlightRing.end)
+            call.record_end()
         finally:
             self._running = None
 
     def attach_flight_ring(self, ring: FlightRing | None) -> None:
         """Record the calls from now on in a ring; None: no more."""
         self.flight_ring = ring
-
-    def _record(self, number: int, method, *args) -> None:
-        if self.flight_ring is not None and number:
-            method(self.flight_ring, number, *args)
 
     def _fail(self, error: Exception, op: str) -> CollectivesError:
         """Post the cause of a failed call, shut down, and return the error to raise."""

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from functools import partial
 
 from ..._nccl import DTYPES, FLIGHT_OPS
-from ...errors import InternalError
+from ...errors import CollectivesError, InternalError
 
 __all__ = ["Call", "CallOrder", "MultiNodeLibrary"]
 
 
+_INTERNAL_ERROR = 3  # ncclInternalError
 _BYTES = DTYPES["uint8"]  # what a call's count is of, in the flight recorder
 
 
@@ -111,6 +112,19 @@ class Call:
         self.flight_number = 0 if ring is None else ring.add(
             FLIGHT_OPS.index(op), nbytes, _BYTES, stream, -1 if p2p_op is None else p2p_op.peer, p2p_op is None
         )
+
+
+    def record_start(self) -> None:
+        """Record in the flight recorder that the call has started."""
+        if self.flight_number and (ring := self.comm.flight_ring) is not None:
+            ring.start(self.flight_number)
+
+    def record_end(self, error: CollectivesError | None = None) -> None:
+        """Record in the flight recorder that the call has ended, by an error or None."""
+        if self.flight_number and (ring := self.comm.flight_ring) is not None:
+            ring.end(self.flight_number, 0 if error is None else error.code or _INTERNAL_ERROR)
+            if error is not None:
+                ring.on_error(error)
 
 
 class CallOrder:

@@ -7,6 +7,9 @@
 #ifndef COLL_FLIGHT_RECORD_H_
 #define COLL_FLIGHT_RECORD_H_
 
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 199309L  // clock_gettime
+#endif
 #include <stdint.h>
 #include <time.h>
 
@@ -24,7 +27,7 @@ enum {
 
 enum { collFlightBlocking = 1, collFlightCollective = 2, collFlightReported = 4 };
 
-typedef struct {
+typedef struct collFlightRecord {
   uint64_t number;                  // from 1; 0: none, or it is being written
   int64_t submitted, started, ended;  // ns of CLOCK_MONOTONIC; 0: not yet, or not known
   uint64_t count;                   // elements, as in NCCL's call

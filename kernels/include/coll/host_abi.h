@@ -4,7 +4,6 @@
 #ifndef COLL_HOST_ABI_H_
 #define COLL_HOST_ABI_H_
 
-#include "coll/flight_record.h"
 #include "nccl_abi.h"
 
 #ifdef __cplusplus
@@ -87,6 +86,7 @@ ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting);
 ncclResult_t collHostLabel(const char* op, const char* datatype);
 // Has the engine write into a flight record when the calling thread's next operation starts and ends.
 // The memory stays the caller's, and must stay mapped; see flight_record.h.
+typedef struct collFlightRecord collFlightRecord_t;
 ncclResult_t collHostFlightRecord(collFlightRecord_t* record);
 
 // ---- Operations.
