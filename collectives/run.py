@@ -22,6 +22,9 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from .elastic.launcher import ElasticJob, launch
+from .errors import TransportError
+
 __all__ = ["main"]
 
 _NAME = "collectives.run"
@@ -31,6 +34,7 @@ _DEFAULT_PORT = 29500  # of torch's rendezvous by default
 # Seconds between two checks of the ranks by torch's agent. In its own 0.1 s other ranks fail, too,
 # after the first one, and then the first one is unknown.
 _MONITOR_INTERVAL = 0.02
+_ELASTIC_RESTARTS = 3  # of --elastic, where --max-restarts says nothing
 # No rank dies of these because another one died: of ranks that were found dead together, such a
 # rank was first.
 _PRIMARY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -53,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complete_options(options)
     except ValueError as error:
         parser.error(str(error))
+    if options.elastic is not None:
+        return _run_elastic(parser, options)
     return _run(options)
 
 
@@ -75,6 +81,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="give the ranks a variable (they have this shell's in any case); may be repeated")  # fmt: skip
     add("-H", "--host", "--hosts", "--hostfile", "--machinefile", action=_RefuseHosts, help=argparse.SUPPRESS)
     add("--oversubscribe", nargs=0, action=_RefuseHosts, help=argparse.SUPPRESS)
+    add("--elastic", metavar="MIN:MAX",
+        help="an elastic job of so many ranks: those that die are started again and join")  # fmt: skip
     add("--start-timeout", type=int, metavar="SECONDS", help="how long the machines may take to find each other")
     add("--timeline-filename", metavar="FILE", help="sets COLLECTIVES_TIMELINE: each rank's trace")
     add("--fusion-threshold-mb", type=float, metavar="MB", help="sets HOROVOD_FUSION_THRESHOLD, in bytes")
@@ -179,6 +187,33 @@ def _set_omp_threads(ranks: int) -> None:
 
 
 # ---- Running.
+
+
+def _run_elastic(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Run this node's part of an elastic job, with torchrun's options that fit one."""
+    least, _, most = options.elastic.partition(":")
+    ranks, nodes = int(options.nproc_per_node), options.nnodes.partition(":")[0]
+    if not least.isdigit() or not (most or least).isdigit() or not nodes.isdigit():
+        parser.error(f"--elastic {options.elastic} --nnodes {nodes}: they must be MIN:MAX ranks, and a number of nodes")
+    host, _, port = (options.rdzv_endpoint or "").partition(":")
+    port = port or str(options.master_port or (0 if nodes == "1" else _DEFAULT_PORT))
+    job = ElasticJob(
+        _worker_command(options), ranks, int(nodes), options.node_rank, int(least), int(most or least),
+        options.max_restarts or _ELASTIC_RESTARTS, host or (options.master_addr if nodes != "1" else "localhost"),
+        int(port),
+    )  # fmt: skip
+    if not 0 < job.least <= job.start <= job.most:
+        parser.error(f"--elastic {options.elastic}: {job.start} ranks start, so it takes MIN <= {job.start} <= MAX")
+    try:
+        return launch(job, _log)
+    except TransportError as error:
+        _log(str(error))
+        return 1
+
+
+def _worker_command(options: argparse.Namespace) -> list[str]:
+    python = [] if options.no_python else [sys.executable, "-u"]
+    return [*python, *(["-m"] if options.module else []), options.training_script, *options.training_script_args]
 
 
 def _run(options: argparse.Namespace) -> int:

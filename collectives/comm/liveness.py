@@ -23,7 +23,10 @@ from ..launcher import get_start_time, read_stat
 from ..torch_compat import default_store
 from .multinode.topology import identify_node
 
-__all__ = ["RankExits", "describe_exit", "exit_reason", "has_ended", "publish_process", "this_process"]
+__all__ = [
+    "ProcessExits", "RankExits", "describe_exit", "exit_reason", "has_ended", "identify_process", "publish_process",
+    "this_process",
+]  # fmt: skip
 
 _PREFIX = "collectives/process"
 _PROBE_S = 0.5
@@ -43,8 +46,13 @@ def _identity(pid: int, node: str) -> str:
 
 def this_process() -> str:
     """Return this process's identity, for `has_ended` in another process."""
+    return identify_process(os.getpid())
+
+
+def identify_process(pid: int) -> str:
+    """Return the identity of a process of this node and process namespace."""
     host, boot_id, _ = identify_node()
-    return _identity(os.getpid(), boot_id or host)
+    return _identity(pid, boot_id or host)
 
 
 def has_ended(process: str) -> bool:
@@ -115,6 +123,21 @@ class RankExits:
     def reasons_without_store(self) -> dict[int, str]:
         """Return the reasons of the ranks whose processes were read before the store was closed."""
         return {rank: describe_exit(process) for rank, process in self._processes.items() if has_ended(process)}
+
+
+class ProcessExits:
+    """How ranks have ended whose processes are known, with the methods of `RankExits`."""
+
+    def __init__(self, processes: Iterable[str]):
+        self._processes = list(processes)
+
+    def reason(self, rank: int) -> str:
+        """Return how a rank has ended, "" while it lives or where this process can't know."""
+        return exit_reason(self._processes[rank])
+
+    def reasons_without_store(self) -> dict[int, str]:
+        """Return the reasons of the ranks that have ended."""
+        return {rank: how for rank in range(len(self._processes)) if (how := self.reason(rank))}
 
 
 def exit_reason(process: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..elastic import HostsUpdatedInterrupt
+
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
 
 
@@ -10,17 +12,6 @@ class HorovodInternalError(RuntimeError):
 
     `elastic.run` catches it.
     """
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """The set of workers has changed.
-
-    ``skip_sync``: hosts were only removed, so the state needs no sync.
-    """
-
-    def __init__(self, skip_sync: bool = False):
-        super().__init__("the set of workers has changed")
-        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

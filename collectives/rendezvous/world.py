@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 
 import torch
+import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.config import CommConfig, parse_config
 from ..comm.engine import Engine, get_engine, parse_device, resolve_device
+from ..comm.liveness import ProcessExits
 from ..comm.waiting import log_while_waiting
 from ..cuda_state import set_first_device
 from ..environment import check_variables
-from ..errors import InvalidArgument, InvalidUsage
-from .join import identify_process, join_rendezvous
+from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
+from .join import identify_process, join_over_store, join_rendezvous
 from .open import open_communicator, remaining_seconds
+from .rounds import Round, Rounds, find_rounds
 
-__all__ = ["init"]
+__all__ = [
+    "current_round", "current_world", "has_joiners", "init", "join_next_round", "replace_world",
+    "round_store",
+]  # fmt: skip
 
 _world: Communicator | None = None
+_round: Round | None = None  # of an elastic job, whose communicator `_world` is
+_rounds: Rounds | None = None
 _generation = 0
 _lock = threading.RLock()
+_OPEN_SECONDS = 30.0  # for the members of a closed round to connect
+_log = logging.getLogger("collectives.elastic")
 
 
 def init(
@@ -57,6 +68,8 @@ def init(
         check_variables()
         config = parse_config(config)
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
+        if (rounds := _open_rounds()) is not None:
+            return _join_round(rounds, chosen, device, timeout, deterministic, hierarchical, config, seconds=timeout)
         identity = identify_process()
         own_device = None
         if device is not None:
@@ -81,6 +94,94 @@ def init(
                 deterministic=deterministic, hierarchical=hierarchical, config=config,
             )  # fmt: skip
         return _world
+
+
+def current_round() -> Round | None:
+    """Return the round of the elastic job that `init` has joined last; None outside of such a job."""
+    return _round
+
+
+def current_world() -> Communicator | None:
+    """Return the communicator that `init` has opened; None where there is none, or it is closed."""
+    return None if _world is None or _world.closed else _world
+
+
+def replace_world(comm: Communicator) -> None:
+    """Make a communicator the one that `init` returns."""
+    global _world
+    _world = comm
+
+
+def has_joiners() -> bool:
+    """Return whether a process waits to join this elastic job; False outside of such a job."""
+    return _round is not None and _open_rounds().has_joiners(_round)
+
+
+def round_store(name: str):
+    """Return a part of the elastic job's store that its present round has for itself; None outside
+    of such a job.
+    """
+    return None if _round is None else dist.PrefixStore(f"{name}/{_round.number}", _open_rounds().store)
+
+
+def _open_rounds() -> Rounds | None:
+    """Return the rounds of this process's elastic job, None outside of one; connect once."""
+    global _rounds
+    if _rounds is None:
+        _rounds = find_rounds()
+    return _rounds
+
+
+def join_next_round(
+    seconds: float, *, commits: int = 0, report: dict | None = None, least: int | None = None
+) -> tuple[Communicator, Round]:
+    """Join the next round of the elastic job, with the present communicator's options; return its
+    communicator, which `init` returns from now on, and the round.
+
+    The present communicator is aborted. Blocks until the living ranks have come, at most for
+    ``seconds`` for each. The other arguments and the errors are `Rounds.join`'s; deaths meanwhile
+    lead to a further round.
+    """
+    with _lock:
+        old = _world
+        if old is None or _round is None:
+            raise InvalidUsage("there is no elastic job that this process has joined", op="init")
+        old.abort()
+        _join_round(
+            _open_rounds(), old.engine, old.device, seconds, old._policy.deterministic, None, old.config,
+            seconds=seconds, commits=commits, report=report, least=least, comm_timeout=old.timeout,
+        )  # fmt: skip
+        return _world, _round
+
+
+def _join_round(
+    rounds: Rounds, engine: Engine, device, timeout: float, deterministic: bool, hierarchical, config, *,
+    seconds: float, commits: int = 0, report: dict | None = None, least: int | None = None,
+    comm_timeout: float | None = 1800.0,
+) -> Communicator:  # fmt: skip
+    """Join rounds until the communicator of one could be opened, and make it the job's."""
+    global _world, _round
+    engine = get_engine(engine.name, engine.device_type)  # a communicator over several nodes has a library of its own
+    while True:
+        joined = rounds.join(_round, seconds, commits=commits, report=report, least=least)
+        _round = joined
+        name = f"open/{joined.number}"
+        processes = [member.process for member in joined.members]
+        try:
+            rendezvous = join_over_store(
+                rounds.store, name, joined.rank, joined.size, engine=engine, timeout=min(timeout, _OPEN_SECONDS),
+                device=device, purpose=f"to open round {joined.number} of the elastic job",
+                exits=ProcessExits(processes), config=repr(config),
+            )  # fmt: skip
+            own_device = device if device is not None else _select_device(engine, rendezvous.local_rank)
+            set_first_device(resolve_device(engine, own_device))
+            _world = open_communicator(
+                rendezvous, engine, device=own_device, seconds=min(timeout, _OPEN_SECONDS), timeout=comm_timeout,
+                deterministic=deterministic, hierarchical=hierarchical, config=config,
+            )  # fmt: skip
+            return _world
+        except (RemoteError, CollectiveTimeout) as error:  # a member of this round has died
+            _log.warning("round %d of the elastic job: %s; the next one is joined", joined.number, error)
 
 
 def _verify_arguments(world: Communicator, engine, device, deterministic, config) -> None:

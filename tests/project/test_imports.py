@@ -21,6 +21,7 @@ comm
 rendezvous
 compression
 gradients
+elastic
 ddp sharded horovod backend
 auto tracing run bench doctor flight
 """

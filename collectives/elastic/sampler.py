@@ -1,4 +1,4 @@
-"""ElasticSampler: distributes an epoch's indices, and the rest of them after ranks die."""
+"""ElasticSampler: distributes an epoch's indices, and the rest of them after ranks die or join."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ...errors import InvalidUsage
-from ..basics import current
+from ..errors import InvalidUsage
+from .channel import Channel, CommChannel
 
 __all__ = ["ElasticSampler"]
 
@@ -25,6 +25,8 @@ class ElasticSampler(torch.utils.data.Sampler):
     ``seed`` and the epoch. Where indices can't be split evenly, the first ones occur twice, so that
     all ranks have the same number of batches.
     """
+
+    channel: Channel = CommChannel()
 
     def __init__(self, dataset, shuffle: bool = True, seed: int = 0):
         self.dataset = dataset
@@ -74,8 +76,7 @@ class ElasticSampler(torch.utils.data.Sampler):
 
     def reset(self) -> None:
         """Distribute the indices that aren't processed over the current ranks."""
-        world = current()
-        self.num_replicas, self.rank = world.size, world.rank
+        self.num_replicas, self.rank = self.channel.size, self.channel.rank
         self.remaining_indices = [index for index in self._ordered_indices() if index not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

@@ -1,0 +1,163 @@
+"""Elastic launcher: starts a node's ranks, starts those that died again, and serves the job's store.
+
+``python -m collectives.run --elastic MIN:MAX`` runs it. The ranks agree on their rounds in its store
+(`rendezvous.rounds`), so that no rank's end ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..comm.liveness import identify_process
+from ..comm.waiting import first_line
+from ..errors import CollectivesError, TransportError
+from ..rendezvous.rounds import Rounds
+
+__all__ = ["ElasticJob", "launch"]
+
+_POLL_S = 0.02
+_KILL_S = 10.0  # between SIGTERM and SIGKILL
+_STORE_S = 60.0
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """What is started.
+
+    ``command``: of each rank; ``ranks``: of this node; ``nodes``, ``node``: how many there are at
+    the start, and this one's number; ``least``, ``most``: ranks of the job; ``restarts``: of this
+    node's ranks, all together; ``host``, ``port``: of the store, which node 0 serves; port 0: any.
+    """
+
+    command: Sequence[str]
+    ranks: int
+    nodes: int = 1
+    node: int = 0
+    least: int = 1
+    most: int = 1
+    restarts: int = 3
+    host: str = "localhost"
+    port: int = 0
+
+    @property
+    def start(self) -> int:
+        """Ranks of the first round."""
+        return self.ranks * self.nodes
+
+
+class _Worker:
+    """One rank's process."""
+
+    def __init__(self, job: ElasticJob, local_rank: int, port: int, environ: Mapping[str, str], restarted: bool):
+        rank = job.node * job.ranks + local_rank
+        self.local_rank, self.rank = local_rank, rank
+        place = f"{job.host}:{port}"
+        env = {
+            **environ, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(job.start),
+            "LOCAL_WORLD_SIZE": str(job.ranks), "MASTER_ADDR": job.host, "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(int(restarted)),
+            "COLLECTIVES_ELASTIC_STORE": place, "COLLECTIVES_ELASTIC_RANKS": f"{job.start}:{job.least}:{job.most}",
+        }  # fmt: skip
+        self.process = subprocess.Popen(list(job.command), env=env)
+        self.identity = identify_process(self.process.pid)
+        self.restarted = restarted
+
+
+def launch(job: ElasticJob, log=None) -> int:
+    """Run a node's part of an elastic job; return its exit code.
+
+    Blocks until all ranks of this node have ended. 0 where ranks have ended with 0 and none failed
+    after that; else the code of the first rank that failed (128 + its number for a signal).
+    ``log``: a function of one line. Raises `TransportError` where the store can't be opened.
+    """
+    log = log or (lambda text: print(f"collectives.run: {text}", file=sys.stderr, flush=True))
+    store = _open_store(job)
+    rounds = Rounds(store, job.start, job.least, job.most)
+    workers = [_Worker(job, number, store.port, os.environ, False) for number in range(job.ranks)]
+    stopped: list[int] = []
+    before = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in _SIGNALS}
+    try:
+        return _watch(job, rounds, workers, store.port, stopped, log)
+    finally:
+        _end(workers)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _open_store(job: ElasticJob) -> dist.TCPStore:
+    serves = job.node == 0
+    host = "localhost" if serves else job.host
+    try:
+        return dist.TCPStore(host, job.port, None, serves, timedelta(seconds=_STORE_S), wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransportError(f"the store of the elastic job, {job.host}:{job.port}: {first_line(error)}") from error
+
+
+def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, stopped: list[int], log) -> int:
+    restarts, done, failure = job.restarts, False, 0
+    while workers:
+        if stopped:
+            log(f"ended by {signal.Signals(stopped[0]).name}, and all ranks with it")
+            return 128 + stopped[0]
+        for worker in list(workers):
+            code = worker.process.poll()
+            if code is None:
+                continue
+            workers.remove(worker)
+            if code == 0:
+                done = True
+                _notify(rounds.end, log)
+                continue
+            _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
+            if done:  # it waited to join, or was cut off while the others ended
+                failure = failure or (0 if worker.restarted else _exit_code(code))
+                continue
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            who = f"rank {worker.rank} (process {worker.process.pid})"
+            if restarts > 0:
+                restarts -= 1
+                log(f"{who} {how}; it is started again, {restarts} times more")
+                workers.append(_Worker(job, worker.local_rank, port, os.environ, True))
+            else:
+                log(f"{who} {how}; it is not started again (--max-restarts)")
+                failure = failure or _exit_code(code)
+        time.sleep(_POLL_S)
+    return 0 if done and not failure else failure if not done else 0
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _notify(call, log) -> None:
+    """Write to the store; one that is gone, as another node's launcher has ended, is only logged."""
+    try:
+        call()
+    except CollectivesError as error:
+        log(str(error))
+
+
+def _end(workers: list[_Worker]) -> None:
+    """End what still runs: SIGTERM, then SIGKILL."""
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.process.terminate()
+    until = time.monotonic() + _KILL_S
+    for worker in workers:
+        try:
+            worker.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            worker.process.wait()

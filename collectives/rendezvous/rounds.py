@@ -1,0 +1,310 @@
+"""Rounds: the memberships of an elastic job, one after the other, agreed on in a store.
+
+The store is the launcher's, so that it outlives every rank. Processes that take part in a round
+register in it. A round is closed, once, with the list of its members. It can be closed when each
+member of the round before it has registered or has died. So ranks that were started again, or new
+ones, register and wait until the members of the present round come: after a failure, or at their
+next commit. Deaths during that wait are found, and those after the round was closed lead to the next
+one. A process that a round has left out, since it was late, can only come as a new one.
+
+Keys, below ``elastic``: ``newest``: the newest round that is closed; ``N/count``, ``N/member/K`` and
+``N/closed``: of round N; ``dead/PROCESS``: the launcher writes it; ``done``: the job has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..comm.liveness import has_ended, this_process
+from ..comm.waiting import first_line, format_ranks
+from ..errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
+from ..secret import seal, unseal
+
+__all__ = ["Member", "Round", "Rounds", "find_rounds"]
+
+_STORE, _RANKS = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
+_SECONDS = 60.0  # of the store's own calls
+_LEAST_PAUSE, _MOST_PAUSE = 2e-3, 5e-2
+_MAX_MEMBERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process in a round.
+
+    ``process``: as `liveness.this_process` names it; ``old``: its round before, None for a new
+    process; ``old_rank``: its rank there; ``commits``: how often it has committed;
+    ``launched_as``: the rank that its launcher has given it; ``report``: what it has to say to the
+    others, JSON.
+    """
+
+    process: str
+    old: int | None = None
+    old_rank: int | None = None
+    commits: int = 0
+    launched_as: int = 0
+    report: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A closed round: its number, its members by rank, and this process's rank."""
+
+    number: int
+    members: tuple[Member, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.members)
+
+    def joined(self) -> list[int]:
+        """Return the ranks of the members that were not in the round before."""
+        return [rank for rank, member in enumerate(self.members) if member.old != self.number - 1]
+
+    def lost(self, before: Round) -> list[int]:
+        """Return the ranks of the round before that are no members any more."""
+        here = {member.process for member in self.members}
+        return [rank for rank, member in enumerate(before.members) if member.process not in here]
+
+
+class Rounds:
+    """The rounds of one job.
+
+    ``store``: of the launcher; ``start``: ranks of the first round; ``least``, ``most``: members
+    that a round may have.
+    """
+
+    def __init__(self, store: dist.Store, start: int, least: int, most: int):
+        self.store = dist.PrefixStore("elastic", store)
+        self.start, self.least, self.most = start, least, most
+
+    # ---- Taking part.
+
+    def join(
+        self, before: Round | None, seconds: float, *, commits: int = 0, report: dict | None = None,
+        least: int | None = None,
+    ) -> Round:  # fmt: skip
+        """Register for the next round and wait until it is closed; return it.
+
+        ``before``: the round that this process is in, None for a new process; ``seconds``: limit of
+        the wait for members of the round before that don't come; ``least``: members that the round
+        needs, if more than the job's. A new process waits without a limit. Raises
+        `CollectiveTimeout` where too few come in time, `Aborted` where the job has ended, and
+        `TransportError` where the store is gone.
+        """
+        least = max(self.least, least or 0)
+        number = self._newest() + 1 if before is None else before.number + 1
+        while True:
+            old = (None, None) if before is None else (before.number, before.rank)
+            mine = Member(this_process(), *old, commits, _launched_as(), report or {})
+            slot = self._register(number, mine)
+            order = self._wait(number, before, seconds, least)
+            if slot in order:
+                members = self._members(number)
+                return Round(number, tuple(members[each] for each in order), order.index(slot))
+            number = max(number, self._newest()) + 1
+
+    def has_joiners(self, round_: Round) -> bool:
+        """Return whether a process waits for the round after this one."""
+        return self._check(f"{round_.number + 1}/count")
+
+    def end(self) -> None:
+        """Note that the job has ended: a process that still wants to join gets `Aborted`."""
+        self._set("done", b"1")
+
+    def report_death(self, process: str) -> None:
+        """Note that a process has ended, for ranks on other nodes. The launcher calls it."""
+        self._set(f"dead/{process}", b"1")
+
+    # ---- One round.
+
+    def _register(self, number: int, member: Member) -> int:
+        try:
+            slot = self.store.add(f"{number}/count", 1) - 1
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        self._set(f"{number}/member/{slot}", json.dumps(vars(member)).encode())
+        return slot
+
+    def _members(self, number: int) -> dict[int, Member]:
+        """Return the members that have registered, by slot."""
+        if not self._check(f"{number}/count"):
+            return {}
+        try:
+            count = self.store.add(f"{number}/count", 0)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        found = {}
+        for slot in range(min(count, _MAX_MEMBERS)):
+            if self._check(f"{number}/member/{slot}"):  # else it is about to write it, or died before it did
+                found[slot] = _parse_member(self._get(f"{number}/member/{slot}"))
+        return found
+
+    def _wait(self, number: int, own: Round | None, seconds: float, least: int) -> list[int]:
+        """Wait until the round is closed, and close it where that is this process's to do; return
+        the slots of its members by rank. ``own``: the round that this process was in.
+
+        A process that was not in the round before waits as long as members of that one live.
+        """
+        waits = number > 0 and (own is None or own.number != number - 1)
+        previous = self._closed(number - 1)
+        before = self._members(number - 1) if previous else {}
+        expected = [before[slot] for slot in previous or [] if slot in before]
+        deadline, pause = time.monotonic() + seconds, _LEAST_PAUSE
+        while True:
+            if (order := self._closed(number)) is not None:
+                return order
+            if self._check("done"):
+                raise Aborted("the job has ended: there is nothing to join any more", op="init")
+            late = time.monotonic() >= deadline and not waits
+            order, missing = self._propose(number, expected, late)
+            if order is not None and len(order) >= least and (number > 0 or late or len(order) >= self.start):
+                self._close(number, order)
+                continue
+            if late:
+                who = f"{format_ranks(missing)} of the round before" if missing else "others"
+                have = 0 if order is None else len(order)
+                raise CollectiveTimeout(
+                    f"round {number} of the elastic job has {have} of at least {least} ranks after {seconds:g} s: "
+                    f"{who} did not come",
+                    op="init", peers=missing,
+                )  # fmt: skip
+            time.sleep(pause)
+            pause = min(1.3 * pause, _MOST_PAUSE)
+
+    def _propose(self, number: int, expected: list[Member], late: bool) -> tuple[list[int] | None, list[int]]:
+        """Return the slots with which the round can be closed, None where it can't be yet, and the
+        ranks of the round before that are missing.
+        """
+        members = self._members(number)
+        living = {slot: member for slot, member in members.items() if not self._has_died(member.process)}
+        here = {member.process for member in living.values()}
+        missing = [
+            rank for rank, member in enumerate(expected)
+            if member.process not in here and not self._has_died(member.process)
+        ]  # fmt: skip
+        if missing and not late:
+            return None, missing
+        newest: dict[str, int] = {member.process: slot for slot, member in living.items()}  # of its registrations
+        stayed = [slot for slot in newest.values() if living[slot].old == number - 1]
+        stayed.sort(key=lambda slot: (-living[slot].commits, living[slot].old_rank))
+        joined = [slot for slot in newest.values() if living[slot].old != number - 1]
+        joined.sort(key=lambda slot: (living[slot].launched_as, slot))
+        return (stayed + joined)[: self.most], missing
+
+    def _has_died(self, process: str) -> bool:
+        return has_ended(process) or self._check(f"dead/{process}")
+
+    def _close(self, number: int, order: list[int]) -> None:
+        """Close a round, unless another process has."""
+        key, value = f"{number}/closed", json.dumps(order)
+        try:
+            if self.store.compare_set(key, "", seal(value.encode(), f"elastic/{key}").hex()):
+                self._set("newest", str(number).encode())
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _closed(self, number: int) -> list[int] | None:
+        """Return the slots of a round's members by rank; None where it isn't closed."""
+        if number < 0 or not self._check(f"{number}/closed"):
+            return None
+        try:
+            raw = self.store.get(f"{number}/closed")
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        try:
+            order = json.loads(unseal(bytes.fromhex(raw.decode()), f"elastic/{number}/closed"))
+        except ValueError as error:
+            raise TransportError(f"round {number} of the elastic job has an invalid record", op="init") from error
+        if not isinstance(order, list) or not all(type(slot) is int and 0 <= slot < _MAX_MEMBERS for slot in order):
+            raise TransportError(f"round {number} of the elastic job has an invalid record", op="init")
+        return order
+
+    def _newest(self) -> int:
+        if not self._check("newest"):
+            return -1
+        text = self._get("newest")
+        return int(text) if text.isdigit() and len(text) < 10 else -1
+
+    # ---- The store.
+
+    def _set(self, key: str, value: bytes) -> None:
+        try:
+            self.store.set(key, seal(value, f"elastic/{key}"))
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _get(self, key: str) -> bytes:
+        try:
+            return unseal(self.store.get(key), f"elastic/{key}")
+        except RuntimeError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise self._gone(error) from error
+
+    def _check(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    @staticmethod
+    def _gone(error: BaseException) -> TransportError:
+        return TransportError(
+            f"the launcher's store of the elastic job is gone ({first_line(error)}): the launcher has ended", op="init"
+        )
+
+
+def _launched_as() -> int:
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdigit() and len(text) < 8 else 0
+
+
+def _parse_member(data: bytes) -> Member:
+    """Return a member from its record. Raises `TransportError` where it is none."""
+    try:
+        values = json.loads(data)
+        member = Member(**values)
+        whole = all(each is None or (type(each) is int and each >= 0) for each in (member.old, member.old_rank))
+        if not (whole and isinstance(member.process, str) and type(member.commits) is type(member.launched_as) is int):
+            raise ValueError(values)
+        if not isinstance(member.report, dict):
+            raise ValueError(values)
+        return member
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TransportError("a member of the elastic job has an invalid record", op="init") from error
+
+
+def find_rounds(environ: Mapping[str, str] | None = None) -> Rounds | None:
+    """Return the rounds of the job whose elastic launcher has started this process; None without.
+
+    Raises `InvalidArgument` for variables that can't be used, and `TransportError` where the
+    launcher's store can't be reached.
+    """
+    environ = os.environ if environ is None else environ
+    place, ranks = environ.get(_STORE), environ.get(_RANKS, "")
+    if not place:
+        return None
+    host, _, port = place.rpartition(":")
+    numbers = ranks.split(":")
+    if not host or not port.isdigit() or len(numbers) != 3 or not all(map(str.isdigit, numbers)):
+        raise InvalidArgument(f"{_STORE}={place}, {_RANKS}={ranks}: they must be HOST:PORT and START:MIN:MAX")
+    start, least, most = map(int, numbers)
+    if not 0 < least <= start <= most:
+        raise InvalidArgument(f"{_RANKS}={ranks}: it takes 0 < MIN <= START <= MAX")
+    try:
+        store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=_SECONDS), wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransportError(
+            f"the elastic launcher's store at {place} can't be reached: {first_line(error)}", op="init"
+        ) from error
+    return Rounds(store, start, least, most)
