@@ -57,19 +57,19 @@ class ElasticJob:
 class _Worker:
     """One rank's process."""
 
-    def __init__(self, job: ElasticJob, local_rank: int, port: int, environ: Mapping[str, str], restarted: bool):
+    def __init__(self, job: ElasticJob, local_rank: int, port: int, environ: Mapping[str, str], life: int):
         rank = job.node * job.ranks + local_rank
         self.local_rank, self.rank = local_rank, rank
         place = f"{job.host}:{port}"
         env = {
             **environ, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(job.start),
             "LOCAL_WORLD_SIZE": str(job.ranks), "MASTER_ADDR": job.host, "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(int(restarted)),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(life),
             "COLLECTIVES_ELASTIC_STORE": place, "COLLECTIVES_ELASTIC_RANKS": f"{job.start}:{job.least}:{job.most}",
         }  # fmt: skip
         self.process = subprocess.Popen(list(job.command), env=env)
         self.identity = identify_process(self.process.pid)
-        self.restarted = restarted
+        self.life = life
 
 
 def launch(job: ElasticJob, log=None) -> int:
@@ -82,7 +82,7 @@ def launch(job: ElasticJob, log=None) -> int:
     log = log or (lambda text: print(f"collectives.run: {text}", file=sys.stderr, flush=True))
     store = _open_store(job)
     rounds = Rounds(store, job.start, job.least, job.most)
-    workers = [_Worker(job, number, store.port, os.environ, False) for number in range(job.ranks)]
+    workers = [_Worker(job, number, store.port, os.environ, 0) for number in range(job.ranks)]
     stopped: list[int] = []
     before = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in _SIGNALS}
     try:
@@ -122,17 +122,20 @@ def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, s
                 continue
             _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
             if done:  # it waited to join, or was cut off while the others ended
-                failure = failure or (0 if worker.restarted else _exit_code(code))
+                failure = failure or (0 if worker.life else _exit_code(code))
                 continue
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             who = f"rank {worker.rank} (process {worker.process.pid})"
             if restarts > 0:
                 restarts -= 1
                 log(f"{who} {how}; it is started again, {restarts} times more")
-                workers.append(_Worker(job, worker.local_rank, port, os.environ, True))
+                workers.append(_Worker(job, worker.local_rank, port, os.environ, worker.life + 1))
             else:
                 log(f"{who} {how}; it is not started again (--max-restarts)")
                 failure = failure or _exit_code(code)
+        if workers and not done and not restarts and job.nodes == 1 and len(workers) < job.least:
+            log(f"{len(workers)} of at least {job.least} ranks are left: the job ends")
+            return failure or 1
         time.sleep(_POLL_S)
     return 0 if done and not failure else failure if not done else 0
 

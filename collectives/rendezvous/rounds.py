@@ -153,7 +153,8 @@ class Rounds:
         """Wait until the round is closed, and close it where that is this process's to do; return
         the slots of its members by rank. ``own``: the round that this process was in.
 
-        A process that was not in the round before waits as long as members of that one live.
+        A process that was not in the round before waits, without a limit, as long as a member of
+        that one lives.
         """
         waits = number > 0 and (own is None or own.number != number - 1)
         previous = self._closed(number - 1)
@@ -165,8 +166,9 @@ class Rounds:
                 return order
             if self._check("done"):
                 raise Aborted("the job has ended: there is nothing to join any more", op="init")
-            late = time.monotonic() >= deadline and not waits
-            order, missing = self._propose(number, expected, late)
+            late = time.monotonic() >= deadline
+            order, missing = self._propose(number, expected, late and not waits)
+            late = late and not (waits and missing)
             if order is not None and len(order) >= least and (number > 0 or late or len(order) >= self.start):
                 self._close(number, order)
                 continue

@@ -1,0 +1,103 @@
+"""Trainings under the elastic launcher, in which ranks die, are started again and join."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import free_port
+from tests.project.test_imports import ROOT
+
+PROGRAM = Path(__file__).with_name("training.py")
+SAMPLES, EPOCHS = 96, 2
+SECONDS = 90
+
+
+def command(ranks, limits, *options):
+    words = [sys.executable, "-m", "collectives.run", "-n", str(ranks), "--elastic", limits, *options, str(PROGRAM)]
+    return words
+
+
+def run_job(folder, ranks, faults, limits="1:8", way="plain", **env):
+    """Run a job on one node; return its process, and what the ranks that finished have written."""
+    folder.mkdir(exist_ok=True)
+    env = {
+        **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
+    }  # fmt: skip
+    done = subprocess.run(command(ranks, limits), env=env, capture_output=True, text=True, timeout=SECONDS)
+    return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
+
+
+def check_rows(rows, size, text=""):
+    """All ranks have ended together, alike, and no sample was lost."""
+    assert sorted(row["rank"] for row in rows) == list(range(size)), text
+    assert all(row["size"] == size and row["epoch"] == EPOCHS for row in rows), text
+    assert len({row["loss"] for row in rows}) == 1, text
+    counts = rows[0]["counts"]
+    assert min(counts) >= EPOCHS, (counts, text)  # where they can't be dealt out evenly some occur twice
+    assert sum(counts) - EPOCHS * SAMPLES < 8 * 8, (counts, text)
+
+
+def fault(rank, at, how="kill", life=0):
+    return {"rank": rank, "at": at, "how": how, "life": life}
+
+
+@pytest.mark.parametrize("way", ["plain", "ddp", "hvd"])
+def test_a_rank_dies_and_another_one_joins(tmp_path, way):
+    done, rows = run_job(tmp_path, 3, [fault(0, "step 9")], way=way, PAUSE="0.1")
+    assert done.returncode == 0, done.stderr
+    check_rows(rows, 3, done.stderr)
+    assert "died" in done.stderr and "joined" in done.stderr
+    assert "is started again" in done.stderr
+
+
+def test_no_restart(tmp_path):
+    """With no restarts left, the others go on alone; several die, one of them while the others agree."""
+    faults = [fault(0, "step 5"), fault(3, "commit 4"), fault(1, "sync 2", "exit")]
+    done, rows = run_job(tmp_path, 4, faults, way="plain", PAUSE="0.01")
+    assert done.returncode == 0, done.stderr
+    assert len(rows) >= 1
+    check_rows(rows, rows[0]["size"], done.stderr)
+
+
+def test_the_loss_is_that_of_an_undisturbed_job(tmp_path):
+    """A rank that dies between a commit and the next step changes nothing but the order of sums."""
+    calm, rows = run_job(tmp_path / "calm", 2, [])
+    assert calm.returncode == 0, calm.stderr
+    check_rows(rows, 2)
+    assert set(rows[0]["counts"]) == {EPOCHS}
+
+
+def test_too_few_ranks_end_the_job(tmp_path):
+    faults = [fault(rank, "step 3", "raise", life) for rank in (0, 1) for life in range(4)]
+    done, rows = run_job(tmp_path, 2, faults, limits="2:2")
+    assert done.returncode != 0 and not rows, (faults, done.stderr)
+    assert "ValueError: a fault of the program" in done.stderr
+    assert "is not started again (--max-restarts)" in done.stderr
+
+
+def test_two_nodes(tmp_path):
+    """Two launchers, as of two machines; a rank of each dies, and rank 0 is one of them."""
+    port = free_port()
+    env = {
+        **os.environ, "WAY": "plain", "OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1", "PAUSE": "0.15",
+        "FAULTS": json.dumps([fault(0, "step 5"), fault(2, "step 9")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "COLLECTIVES_ENGINE": "host",
+    }  # fmt: skip
+    jobs = [
+        subprocess.Popen(
+            command(2, "1:8", "--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}"),
+            env={**env, "COLLECTIVES_HOST_ID": f"node{node}"}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for node in range(2)
+    ]
+    texts = [job.communicate(timeout=SECONDS)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], texts
+    rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("out.*"))]
+    check_rows(rows, rows[0]["size"], "\n".join(texts))
