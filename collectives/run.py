@@ -22,7 +22,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from .elastic.launcher import ElasticJob, launch
+from .elastic.workers import ElasticJob, launch
 from .errors import TransportError
 
 __all__ = ["main"]

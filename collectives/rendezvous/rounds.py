@@ -14,6 +14,7 @@ Keys, below ``elastic``: ``newest``: the newest round that is closed; ``N/count`
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ _STORE, _RANKS = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
 _SECONDS = 60.0  # of the store's own calls
 _LEAST_PAUSE, _MOST_PAUSE = 2e-3, 5e-2
 _MAX_MEMBERS = 1 << 16
+_log = logging.getLogger("collectives.elastic")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Rounds:
     def __init__(self, store: dist.Store, start: int, least: int, most: int):
         self.store = dist.PrefixStore("elastic", store)
         self.start, self.least, self.most = start, least, most
+        self._warned: set[tuple[int, int]] = set()
 
     # ---- Taking part.
 
@@ -145,8 +148,14 @@ class Rounds:
             raise self._gone(error) from error
         found = {}
         for slot in range(min(count, _MAX_MEMBERS)):
-            if self._check(f"{number}/member/{slot}"):  # else it is about to write it, or died before it did
+            if not self._check(f"{number}/member/{slot}"):  # it is about to write it, or died before it did
+                continue
+            try:
                 found[slot] = _parse_member(self._get(f"{number}/member/{slot}"))
+            except TransportError as error:  # a stranger's, which must not end the job
+                if (number, slot) not in self._warned:
+                    self._warned.add((number, slot))
+                    _log.warning("a record in the store of the elastic job is left out: %s", error)
         return found
 
     def _wait(self, number: int, own: Round | None, seconds: float, least: int) -> list[int]:

@@ -97,7 +97,10 @@ def run_plain():
             for param in model.parameters():
                 elastic.communicator().all_reduce(param.grad, "avg")
 
-        return train_with(state, model, optimizer, data, target, lambda x: elastic.communicator().all_reduce(x), average)
+        def add(counts):
+            elastic.communicator().all_reduce(counts)
+
+        return train_with(state, model, optimizer, data, target, add, average)
 
     collectives.init()
     pass_point("init")

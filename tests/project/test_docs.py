@@ -27,6 +27,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 PUBLIC = {
     "collectives": PACKAGE / "__init__.py",
     "collectives.auto": PACKAGE / "auto" / "__init__.py",
+    "collectives.elastic": PACKAGE / "elastic" / "__init__.py",
     "collectives.errors": PACKAGE / "errors.py",
     "collectives.flight": PACKAGE / "flight" / "__init__.py",
     "collectives.horovod": PACKAGE / "horovod" / "__init__.py",

@@ -1,4 +1,4 @@
-"""Elastic launcher: starts a node's ranks, starts those that died again, and serves the job's store.
+"""Workers of an elastic job: starts a node's ranks, starts those that died again, and serves the job's store.
 
 ``python -m collectives.run --elastic MIN:MAX`` runs it. The ranks agree on their rounds in its store
 (`rendezvous.rounds`), so that no rank's end ends the job.
