@@ -297,7 +297,12 @@ bool Rendezvous::serve(Error* error) {
     std::vector<struct pollfd> polls = {{listener.get(), POLLIN, 0}};
     for (Guest& g : guests) polls.push_back({g.fd.get(), POLLIN, 0});
     int64_t left_ms = (deadline_ - now_ns()) / 1000000;
-    if (left_ms <= 0) return give_up(too_late(absent(arrived.ranks)));
+    if (left_ms <= 0) {
+      std::vector<int> missing = absent(arrived.ranks);
+      for (const Guest& g : guests)
+        if (came == comm_->size && !g.mapped) missing.push_back(named(g.rank));
+      return give_up(too_late(missing));
+    }
     int ready = poll(polls.data(), polls.size(), static_cast<int>(std::min<int64_t>(left_ms, 100)));
     Error stop;
     if (ready <= 0 && stopped(&stop)) return give_up(stop);
@@ -429,8 +434,10 @@ bool Rendezvous::join(Error* error) {
 
   for (;;) {
     struct pollfd p = {fd.get(), POLLIN, 0};
-    int64_t left_ms = (deadline_ - now_ns()) / 1000000;
-    if (left_ms <= 0) return give_up(too_late(absent(arrived.ranks)));
+    // Where all have come rank 0 knows who is late, and is about to say so.
+    std::vector<int> missing = absent(arrived.ranks);
+    int64_t left_ms = (deadline_ + (missing.empty() ? kLinger / 4 : 0) - now_ns()) / 1000000;
+    if (left_ms <= 0) return give_up(too_late(missing.empty() ? std::vector<int>{named(0)} : missing));
     int ready = poll(&p, 1, static_cast<int>(std::min<int64_t>(left_ms, 100)));
     Error stop;
     if (ready <= 0) {

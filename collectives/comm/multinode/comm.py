@@ -21,7 +21,7 @@ from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalErro
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
-from .error_store import ErrorStore
+from .error_store import ErrorStore, StoreGone
 from .gloo import GlooConnections, TransferError
 from .host import HostCollectives
 from .library import Call, CallOrder, MultiNodeLibrary
@@ -85,19 +85,24 @@ class MultiNodeComm:
         topology = Topology(group_ranks_by_node(peer.node for peer in self.peers), rank)
         self.local_rank, self.local_size = topology.local_rank, len(topology.local_ranks)
         self.num_nodes = len(topology.nodes)
-        deadline = time.monotonic() + seconds
+        deadline, connects = time.monotonic() + seconds, False
         try:
             intra_node = _open_intra_node(
                 library.library, self._store, topology.local_ranks, rank, deadline, f"id/{topology.node}"
             )
+            connects = True
             try:
                 connections = GlooConnections(self._store, rank, self.size, max(1.0, deadline - time.monotonic()))
             except BaseException:
                 intra_node.abort()
                 raise
         except CollectivesError as error:
-            self._store.post_error(error)
-            raise
+            found = error
+            if connects and isinstance(error, CollectiveTimeout | RemoteError):
+                # This rank only knows who did not come. That one may have posted for whom it waited.
+                found = self._store.fetch_error() or error
+            self._store.post_error(found)
+            raise found from error
         self.collectives = HostCollectives(intra_node, connections, topology)
         self._connections = connections
         self._topology = topology
@@ -322,6 +327,8 @@ class MultiNodeComm:
             store = self._root_store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
             deadline = time.monotonic() + seconds
             return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
+        except StoreGone as error:
+            raise StoreGone(error.message, op=op, rank=self.rank) from error
         except CollectivesError as error:
             raise renumber_error(error, ranks, op=op, rank=self.rank) from error
 

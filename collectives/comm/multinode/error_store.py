@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ... import errors
-from ...errors import CollectivesError, RemoteError
+from ...errors import CollectivesError, RemoteError, TransportError
 from ..liveness import exit_reason
-from ..waiting import RankWait, first_line
+from ..waiting import RankWait, call_with_timeout, first_line
 
-__all__ = ["ErrorStore"]
+__all__ = ["ErrorStore", "StoreGone"]
 
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
 _POLL_S = 0.002
+_ANSWER_S = 3.0  # in which a store that lives answers
+
+T = TypeVar("T")
+
+
+class StoreGone(RemoteError):
+    """The store is gone; the error is about no rank of the communicator that is being opened."""
 
 
 class ErrorStore:
@@ -44,7 +51,7 @@ class ErrorStore:
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
         try:
-            self.store.set(key, value)
+            self._call(lambda: self.store.set(key, value))
         except RuntimeError as error:
             raise self._unreachable_error(error) from error
 
@@ -63,10 +70,11 @@ class ErrorStore:
         pause = _POLL_S
         while True:
             try:
-                if self.store.check([key]):
-                    return self.store.get(key)
+                found = self._call(lambda: self.store.get(key) if self.store.check([key]) else None)
             except RuntimeError as error:
                 raise self._unreachable_error(error) from error
+            if found is not None:
+                return found
             wait.check(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
@@ -83,19 +91,34 @@ class ErrorStore:
         posted = {"kind": type(error).__name__, "text": text, "peers": list(error.peers), "op": error.op}
         if self._unreachable:
             return
-        with contextlib.suppress(RuntimeError):
+
+        def post():
             if not self.store.check(["failed"]):
                 self.store.set("failed", json.dumps(posted))
 
+        try:
+            self._call(post)
+        except RuntimeError:
+            self._unreachable = True
+
     def fetch_error(self) -> CollectivesError | None:
         """Return the error that a rank has posted; None if there is none after a second."""
+        if self._unreachable:
+            return None
         until = time.monotonic() + _FETCH_S
-        try:
+
+        def fetch():
             while not self.store.check(["failed"]):
                 if time.monotonic() >= until:
                     return None
                 time.sleep(0.01)
-            posted = json.loads(self.store.get("failed"))
+            return self.store.get("failed")
+
+        try:
+            found = self._call(fetch)
+            if found is None:
+                return None
+            posted = json.loads(found)
             kind = getattr(errors, posted["kind"]) if posted["kind"] in errors.__all__ else RemoteError
             peers = [int(peer) for peer in posted["peers"]]
             return kind(str(posted["text"]), op=posted["op"], rank=self.rank, peers=peers)
@@ -105,9 +128,19 @@ class ErrorStore:
             self._unreachable = True
             return None
 
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call the store, in a thread: a server that is stopped answers nothing, and torch waits for it
+        for minutes. Raises ``RuntimeError`` past `_ANSWER_S` as where the server has ended.
+        """
+        return call_with_timeout(
+            lambda _: function(), time.monotonic() + _ANSWER_S, lambda: TransportError("it does not answer")
+        )
+
     def _unreachable_error(self, error: BaseException) -> CollectivesError:
-        return RemoteError(
-            f"the store by which the ranks of several machines meet is gone ({first_line(error)}): the process that "
-            "has served it, rank 0's or the launcher's agent, has ended",
-            op="init", rank=self.rank, peers=(0,) if self.rank else (),
+        """Return the error of a store that is gone; its server is rank 0 of the whole job."""
+        self._unreachable = True
+        return StoreGone(
+            f"the store by which the ranks of several machines connect is gone ({first_line(error)}): the process that "
+            "has served it, the job's first rank or the launcher's agent, has ended or does not answer",
+            op="init", rank=self.rank,
         )  # fmt: skip

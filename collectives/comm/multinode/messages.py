@@ -148,7 +148,7 @@ class MessageTransport:
                 heads += start(False, rank, slot, _ROOM)
                 places.append((slot, message))
                 slot += _ROOM
-            if head is None or nbytes > EAGER_BYTES:
+            else:
                 payloads += start(False, rank, address, nbytes)
         for rank, address, nbytes, head in sends:
             if head is not None:
@@ -167,10 +167,14 @@ class MessageTransport:
         def waits() -> None:
             wait(heads, self.timeout)
             verify(self._rank, [(message, _read_head(slot)) for slot, message in places])
+            # Gloo ends the process where more comes than what a receive has room for, so those of long
+            # messages begin here.
+            long = [message for _, message in places if message.nbytes > EAGER_BYTES]
+            started = [each for rank, address, nbytes, _ in long for each in start(False, rank, address, nbytes)]
             for slot, (_, address, nbytes, _) in places:
                 if nbytes <= EAGER_BYTES:
                     ctypes.memmove(address, slot + _HEAD_BYTES, nbytes)
-            wait(payloads, self.timeout)
+            wait([*payloads, *started], self.timeout)
 
         try:
             self._connections.run_waits(waits, [rank for rank, _, _ in (*heads, *payloads)])
