@@ -1,5 +1,6 @@
-// Parts of the host engine that no exported function shows, as a program:
-//   room ROOT            the bytes that the control groups under ROOT leave
+// Parts of the host engine that no exported function shows, as a program. It reads lines of three
+// words and prints a line for each:
+//   room ROOT -          the bytes that the control groups under ROOT leave
 //   hmac KEY TEXT        HMAC-SHA-256 of hexadecimal bytes, "-" for none
 //   key SECRET LABEL     a key of the job's secret
 #include <stdio.h>
@@ -22,19 +23,20 @@ static void print(const coll::Digest& digest) {
   printf("\n");
 }
 
-int main(int argc, char** argv) {
-  std::string what = argc > 1 ? argv[1] : "";
-  if (what == "room" && argc == 3) {
-    printf("%llu\n", static_cast<unsigned long long>(coll::room_in(coll::memory_groups(argv[2]))));
-    return 0;
-  }
-  if (argc != 4) return 2;
-  std::string key = bytes_of(argv[2]), text = bytes_of(argv[3]);
-  if (what == "hmac") {
-    print(coll::hmac_sha256(key.data(), key.size(), text.data(), text.size()));
-  } else {
-    coll::set_job_secret(key.data(), key.size());
-    print(coll::job_key(text.data(), text.size()));
+int main() {
+  char what[16], first[4096], second[4096];
+  while (scanf("%15s %4095s %4095s", what, first, second) == 3) {
+    if (!strcmp(what, "room")) {
+      printf("%llu\n", static_cast<unsigned long long>(coll::room_in(coll::memory_groups(first))));
+      continue;
+    }
+    std::string key = bytes_of(first), text = bytes_of(second);
+    if (!strcmp(what, "key")) {
+      coll::set_job_secret(key.data(), key.size());
+      print(coll::job_key(text.data(), text.size()));
+    } else {
+      print(coll::hmac_sha256(key.data(), key.size(), text.data(), text.size()));
+    }
   }
   return 0;
 }

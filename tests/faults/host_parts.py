@@ -7,10 +7,12 @@ import os
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.rank_process import ROOT
 
+_FLAGS = "-std=c++17 -O1 -Wall -Wextra -fsanitize=undefined -fno-sanitize-recover=all -Ihost -Ikernels/include"
 _SOURCES = ("tests/faults/host_parts.cpp", "host/cgroups.cpp", "host/hmac.cpp")
 
 
@@ -19,12 +21,12 @@ def _program() -> str:
     folder = tempfile.mkdtemp(prefix="host-parts-")
     path = str(Path(folder, "host_parts"))
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    flags = "-std=c++17 -O1 -Wall -Wextra -fsanitize=undefined -fno-sanitize-recover=all -Ihost -Ikernels/include".split()
-    subprocess.run([*compiler, *flags, *_SOURCES, "-o", path], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([*compiler, *_FLAGS.split(), *_SOURCES, "-o", path], cwd=ROOT, check=True, timeout=120)
     return path
 
 
-def call_part(*words: str) -> str:
-    """Return the line that the program prints for these arguments."""
-    done = subprocess.run([_program(), *words], capture_output=True, text=True, timeout=20, check=True)
-    return done.stdout.strip()
+def call_part(what: str, calls: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the lines that the program prints for these pairs of arguments."""
+    lines = "".join(f"{what} {first or '-'} {second or '-'}\n" for first, second in calls)
+    done = subprocess.run([_program()], input=lines, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.split()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hmac
 import random
 
-import pytest
-
 from tests.faults.host_parts import call_part
 
 # RFC 4231, test cases 1 to 4, 6 and 7: key, data, HMAC-SHA-256.
@@ -29,18 +27,19 @@ VECTORS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "data", "expected"), VECTORS)
-def test_the_standards_vectors(key, data, expected):
-    assert call_part("hmac", key.hex(), data.hex()) == expected
+def test_the_standards_vectors():
+    found = call_part("hmac", [(key.hex(), data.hex()) for key, data, _ in VECTORS])
+    assert found == [expected for _, _, expected in VECTORS]
 
 
 def test_lengths_around_a_block():
     draw = random.Random(3)
-    for length in [*range(54, 67), 119, 120, 127, 128, 129, 1000]:
-        key, data = draw.randbytes(draw.choice([1, 63, 64, 65, 200])), draw.randbytes(length)
-        assert call_part("hmac", key.hex(), data.hex()) == hmac.new(key, data, "sha256").hexdigest()
-    assert call_part("hmac", "", "") == hmac.new(b"", b"", "sha256").hexdigest()
+    pairs = [(draw.randbytes(draw.choice([1, 63, 64, 65, 200])), draw.randbytes(n)) for n in [*range(54, 130), 1000]]
+    pairs.append((b"", b""))
+    found = call_part("hmac", [(key.hex(), data.hex()) for key, data in pairs])
+    assert found == [hmac.new(key, data, "sha256").hexdigest() for key, data in pairs]
 
 
 def test_a_key_of_the_secret():
-    assert call_part("key", b"secret".hex(), b"label".hex()) == hmac.new(b"secret", b"label", "sha256").hexdigest()
+    found = call_part("key", [(b"secret".hex(), b"label".hex())])
+    assert found == [hmac.new(b"secret", b"label", "sha256").hexdigest()]
