@@ -14,12 +14,12 @@ from tests.rank_process import ROOT
 
 _FLAGS = "-std=c++17 -O1 -Wall -Wextra -fsanitize=undefined -fno-sanitize-recover=all -Ihost -Ikernels/include"
 _SOURCES = ("tests/faults/host_parts.cpp", "host/cgroups.cpp", "host/hmac.cpp")
+_folder = tempfile.TemporaryDirectory(prefix="host-parts-")
 
 
 @functools.cache
 def _program() -> str:
-    folder = tempfile.mkdtemp(prefix="host-parts-")
-    path = str(Path(folder, "host_parts"))
+    path = str(Path(_folder.name, "host_parts"))
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     subprocess.run([*compiler, *_FLAGS.split(), *_SOURCES, "-o", path], cwd=ROOT, check=True, timeout=120)
     return path
