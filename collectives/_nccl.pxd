@@ -260,6 +260,7 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostSetInitTimeout)(int64_t timeout_ms) noexcept nogil
         ncclResult_t (*collHostSetInterruptCheck)(int (*check)() noexcept nogil) noexcept nogil
         ncclResult_t (*collHostGetNamedUniqueId)(const void* name, size_t nbytes, ncclUniqueId* uniqueId) noexcept nogil
+        ncclResult_t (*collHostSetSecret)(const void* secret, size_t nbytes) noexcept nogil
         ncclResult_t (*collHostCommSequence)(ncclComm_t comm, uint64_t* sequence) noexcept nogil
         ncclResult_t (*collHostCommChunkBytes)(ncclComm_t comm, size_t* nbytes) noexcept nogil
         ncclResult_t (*collHostMemoryInUse)(uint64_t* nbytes) noexcept nogil

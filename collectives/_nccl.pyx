@@ -563,6 +563,21 @@ cdef class Library:
         code = self.api.collHostLabel(op_text, dtype_text)
         self.done(code, "collHostLabel")
 
+    def set_secret(self, bytes secret):
+        """Set the job's secret; None for none. Processes without it can't take part in communicators
+        that this process opens from now on.
+
+        Host engine only. C: ``collHostSetSecret``.
+        """
+        cdef const char* data = NULL
+        cdef size_t nbytes = 0
+        cdef ncclResult_t code
+        if secret is not None:
+            data, nbytes = secret, len(secret)
+        self.need(<void*> self.api.collHostSetSecret, "collHostSetSecret")
+        code = self.api.collHostSetSecret(data, nbytes)
+        self.done(code, "collHostSetSecret")
+
     def set_init_timeout(self, double seconds):
         """Limit how long the functions that open a communicator wait for other ranks.
 

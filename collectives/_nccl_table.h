@@ -104,6 +104,7 @@
   F(collHostSetInitTimeout, 0) \
   F(collHostSetInterruptCheck, 0) \
   F(collHostGetNamedUniqueId, 0) \
+  F(collHostSetSecret, 0) \
   F(collHostCommSequence, 0) \
   F(collHostCommChunkBytes, 0) \
   F(collHostMemoryInUse, 0) \

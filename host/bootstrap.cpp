@@ -2,23 +2,19 @@
 //
 // Rank 0 listens on an abstract Unix socket whose name comes from the id; nothing of it is in a
 // file system. The kernel reports to each side the other's user (SO_PEERCRED): only processes of
-// one user are accepted, and only with the id's secret. When all ranks have come, rank 0 makes the
+// one user are accepted, and each side has the other one prove that it knows the id's secret and
+// the job's (admission.h). When all ranks have come, rank 0 makes the
 // segment and passes its descriptor to them, and each rank's file of shared memory (heap.h) to all
 // others. Every error is sent to all ranks that have come, with the ranks that it is about; a rank
 // that waits knows at any time who has arrived.
-#include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/socket.h>
-#include <sys/time.h>
-#include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 
+#include "admission.h"
 #include "bootstrap.h"
 #include "handshake.h"
 #include "heap.h"
@@ -47,6 +43,8 @@ class Rendezvous {
   bool join(Error* error);
 
  private:
+  bool join_server(Fd fd, Error* error);
+
   struct Guest {
     Fd fd;
     int rank = -1;
@@ -102,23 +100,23 @@ class Rendezvous {
     return ranks;
   }
 
-  Error too_late(const std::vector<int>& missing) const {
+  Error too_late(const std::vector<int>& missing, const Strangers& strangers = {}) const {
     Error error = make_error(collHostErrorTimeout,
-                             format("%s of %d ranks: %s did not come within %.1f s", what_, comm_->size,
-                                    rank_list(missing).c_str(), static_cast<double>(limit_ms_) / 1e3));
+                             format("%s of %d ranks: %s did not come within %.1f s%s", what_, comm_->size,
+                                    rank_list(missing).c_str(), static_cast<double>(limit_ms_) / 1e3, strangers.text().c_str()));
     error.peers = missing;
     return error;
   }
 
-  void say_hello(int fd) const {
+  void send_join(int fd) const {
     Message m;
+    m.kind = Kind::Join;
     int heap = -1;
     if (comm_->size <= kSharingRanks) m.heap_id = heap_id(&heap);  // rank 0 has no use for more, and may have room for no more
     m.rank = comm_->rank;
     m.nranks = comm_->size;
     m.pid = getpid();
     m.options = options_;
-    memcpy(m.secret, id_.secret, sizeof m.secret);
     send_message(fd, m, heap);
   }
 
@@ -127,11 +125,10 @@ class Rendezvous {
 
   Error refuse(const Message& m, const std::vector<Guest>& guests) const;
   void send_failure(const std::vector<Guest>& guests, const Error& error) const;
-  void reject_late_ranks(int listener, int expected, const Error& error) const;
-  bool connect_to_server(Fd* fd, Error* error) const;
+  void reject_late_ranks(Admission* admission, int expected, const Error& error) const;
 };
 
-// Why a rank that says hello can't take part, or no error.
+// Why a rank that joins can't take part, or no error.
 Error Rendezvous::refuse(const Message& m, const std::vector<Guest>& guests) const {
   if (m.nranks != comm_->size) {
     Error error = make_error(collHostErrorUsage, format("rank %d was told that there are %d ranks, rank %d that there are %d",
@@ -206,42 +203,34 @@ void Rendezvous::send_failure(const std::vector<Guest>& guests, const Error& err
 
 // Report a failure to the ranks that come after it, `expected` of them, for a short while: a rank
 // that finds no listener would wait in vain.
-void Rendezvous::reject_late_ranks(int listener, int expected, const Error& error) const {
+void Rendezvous::reject_late_ranks(Admission* admission, int expected, const Error& error) const {
   bool wait = error.kind != collHostErrorTimeout && error.kind != collHostErrorInterrupted && error.kind != collHostErrorAborted;
-  int64_t until = now_ns() + (wait ? kLinger : 0);
+  int64_t now = now_ns(), until = now + (wait ? kLinger : 0), of_pending = now + kLinger / 10;
   while (true) {
-    struct pollfd p = {listener, POLLIN, 0};
-    int64_t left_ms = expected > 0 ? std::max<int64_t>((until - now_ns()) / 1000000, 0) : 0;
-    if (poll(&p, 1, static_cast<int>(left_ms)) <= 0) return;
-    std::vector<Guest> guests(1);
-    guests[0].fd = Fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-    uid_t user;
-    if (guests[0].fd.get() < 0) return;
-    if (!same_user(guests[0].fd.get(), &user)) continue;
+    std::vector<struct pollfd> polls;
+    admission->watch(&polls);
+    int64_t left = (admission->is_pending() ? std::max(until, of_pending) : until) - now_ns();
+    int64_t left_ms = expected > 0 ? std::max<int64_t>(left / 1000000, 0) : 0;
+    std::vector<Admission::Guest> late;
+    Error failure;
+    if (poll(polls.data(), polls.size(), static_cast<int>(left_ms)) <= 0 || !admission->admit(polls.data(), &late, &failure)) return;
+    std::vector<Guest> guests(late.size());
+    for (size_t i = 0; i < late.size(); ++i) guests[i].fd = std::move(late[i].fd);
     send_failure(guests, error);
-    --expected;
+    expected -= static_cast<int>(guests.size());
+    if (now_ns() > std::max(until, of_pending)) return;
   }
 }
 
 // Rank 0.
 bool Rendezvous::serve(Error* error) {
-  struct sockaddr_un address;
-  socklen_t length = address_of(id_, &address);
-  Fd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (listener.get() < 0) {
-    *error = make_error(collHostErrorSystem, std::string("no socket: ") + strerror(errno));
-    return false;
-  }
-  if (bind(listener.get(), reinterpret_cast<struct sockaddr*>(&address), length) != 0) {
-    // There is a rank 0 already: connect to it, which reports the error to this rank and to all
-    // others.
-    if (errno == EADDRINUSE) return join(error);
-    *error = make_error(collHostErrorSystem, std::string("bind: ") + strerror(errno));
-    return false;
-  }
-  if (listen(listener.get(), 4096) != 0) {
-    *error = make_error(collHostErrorSystem, std::string("listen: ") + strerror(errno));
-    return false;
+  Admission admission(id_);
+  Fd other;
+  switch (admission.open([this](Error* e) { return stopped(e); }, &other, error)) {
+    case Admission::Opened::Listening: break;
+    // The rank 0 that is there reports the error to this rank and to all others.
+    case Admission::Opened::Taken: return join_server(std::move(other), error);
+    case Admission::Opened::Failed: return false;
   }
 
   std::vector<Guest> guests;
@@ -255,12 +244,20 @@ bool Rendezvous::serve(Error* error) {
   comm_->pids.assign(static_cast<size_t>(comm_->size), 0);
   comm_->pids[static_cast<size_t>(comm_->rank)] = getpid();
 
+  // Who has not come or, where all have, who has not mapped the segment.
+  auto late = [&] {
+    std::vector<int> missing = absent(arrived.ranks);
+    for (const Guest& g : guests)
+      if (came == comm_->size && !g.mapped) missing.push_back(named(g.rank));
+    return missing;
+  };
+
   auto give_up = [&](const Error& e) {
     *error = e;
     send_failure(guests, e);
     guests.clear();  // their descriptors may be needed to report it to the others
     // Those of a child find the cause in the parent's segment.
-    if (!origin_.parent) reject_late_ranks(listener.get(), comm_->size - came, e);
+    if (!origin_.parent) reject_late_ranks(&admission, comm_->size - came, e);
     if (comm_->segment) comm_->segment->release();
     comm_->segment = nullptr;
     return false;
@@ -294,22 +291,19 @@ bool Rendezvous::serve(Error* error) {
         if (g.rank >= 0) send_message(g.fd.get(), arrived);
       news = false;
     }
-    std::vector<struct pollfd> polls = {{listener.get(), POLLIN, 0}};
+    std::vector<struct pollfd> polls;
     for (Guest& g : guests) polls.push_back({g.fd.get(), POLLIN, 0});
+    size_t watched = polls.size();
+    admission.watch(&polls);
     int64_t left_ms = (deadline_ - now_ns()) / 1000000;
-    if (left_ms <= 0) {
-      std::vector<int> missing = absent(arrived.ranks);
-      for (const Guest& g : guests)
-        if (came == comm_->size && !g.mapped) missing.push_back(named(g.rank));
-      return give_up(too_late(missing));
-    }
+    if (left_ms <= 0) return give_up(too_late(late(), admission.strangers()));
     int ready = poll(polls.data(), polls.size(), static_cast<int>(std::min<int64_t>(left_ms, 100)));
     Error stop;
     if (ready <= 0 && stopped(&stop)) return give_up(stop);
 
     std::vector<size_t> gone;
     for (size_t i = 0; i < guests.size(); ++i) {
-      if (!polls[i + 1].revents) continue;
+      if (!polls[i].revents) continue;
       Guest& g = guests[i];
       Message m;
       Fd descriptor;
@@ -325,11 +319,7 @@ bool Rendezvous::serve(Error* error) {
         e.peers = {named(g.rank)};
         return give_up(e);
       }
-      if (m.kind == Kind::Hello && g.rank < 0) {
-        if (memcmp(m.secret, id_.secret, sizeof m.secret) != 0) {
-          gone.push_back(i);
-          continue;
-        }
+      if (m.kind == Kind::Join && g.rank < 0) {
         Error e = refuse(m, guests);
         if (e) return give_up(e);
         g.rank = m.rank;
@@ -344,68 +334,37 @@ bool Rendezvous::serve(Error* error) {
         g.mapped = true;
         ++mapped;
       } else if (m.kind == Kind::GaveUp) {
-        if (m.error_kind == collHostErrorTimeout) return give_up(too_late(absent(arrived.ranks)));
+        if (m.error_kind == collHostErrorTimeout) return give_up(too_late(late()));
         Error e = make_error(collHostErrorRemote, m.text);
         e.peers = ranks_in(m.ranks);
         return give_up(e);
       }
     }
     for (size_t i = gone.size(); i-- > 0;) guests.erase(guests.begin() + static_cast<long>(gone[i]));
-    if (polls[0].revents) {
-      Fd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-      uid_t user;
-      pid_t process;
-      if (fd.get() < 0 && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
-        return give_up(make_error(collHostErrorSystem, std::string("accept: ") + strerror(errno)));
-      if (fd.get() >= 0 && same_user(fd.get(), &user, &process)) {
-        struct timeval patience = {1, 0};  // with a rank that says hello and then reads nothing
-        setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-        guests.emplace_back();
-        guests.back().process = process;
-        guests.back().fd = std::move(fd);
-      }  // another user's process is turned away by closing
+    std::vector<Admission::Guest> admitted;
+    Error failure;
+    if (!admission.admit(polls.data() + watched, &admitted, &failure)) return give_up(failure);
+    for (Admission::Guest& each : admitted) {
+      guests.emplace_back();
+      guests.back().process = each.process;
+      guests.back().fd = std::move(each.fd);
     }
   }
-}
-
-bool Rendezvous::connect_to_server(Fd* fd, Error* error) const {
-  struct sockaddr_un address;
-  socklen_t length = address_of(id_, &address);
-  int64_t nap_ns = 200 * 1000;
-  for (;;) {
-    *fd = Fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    if (fd->get() < 0) {
-      *error = make_error(collHostErrorSystem, std::string("no socket: ") + strerror(errno));
-      return false;
-    }
-    if (connect(fd->get(), reinterpret_cast<struct sockaddr*>(&address), length) == 0) break;
-    if (errno != ECONNREFUSED && errno != EINTR && errno != EAGAIN) {
-      *error = make_error(collHostErrorSystem, std::string("connect: ") + strerror(errno));
-      return false;
-    }
-    if (now_ns() > deadline_) {
-      *error = too_late({named(0)});
-      return false;
-    }
-    if (stopped(error)) return false;
-    struct timespec nap = {0, nap_ns};
-    nanosleep(&nap, nullptr);
-    nap_ns = std::min<int64_t>(nap_ns * 2, 20 * 1000 * 1000);
-  }
-  uid_t user = 0;
-  if (same_user(fd->get(), &user)) return true;
-  *error = make_error(collHostErrorSystem, format("the ranks of this id belong to user %u, this process to user %u", user,
-                                                  geteuid()));
-  error->peers = {named(0)};
-  return false;
 }
 
 // Every other rank.
 bool Rendezvous::join(Error* error) {
   Fd fd;
-  if (!connect_to_server(&fd, error)) return false;
-  say_hello(fd.get());
-  bool answered = false;
+  Strangers strangers;
+  if (find_server(id_, deadline_, [this](Error* e) { return stopped(e); }, &fd, &strangers, error))
+    return join_server(std::move(fd), error);
+  if (!*error) *error = too_late({named(0)}, strangers);
+  return false;
+}
+
+// `fd`: a connection to rank 0, which has proven itself.
+bool Rendezvous::join_server(Fd fd, Error* error) {
+  send_join(fd.get());
   int heaps = 0;
   Message arrived;
   set_bit(arrived.ranks, 0);
@@ -448,14 +407,6 @@ bool Rendezvous::join(Error* error) {
     Fd descriptor;
     int got = receive_message(fd.get(), &m, &descriptor);
     if (got == 0) continue;
-    if (got < 0 && !answered) {
-      // Nobody took the connection: it went to a listener that was just closing, of an earlier
-      // rendezvous by this name.
-      if (!connect_to_server(&fd, error)) return false;
-      say_hello(fd.get());
-      continue;
-    }
-    answered = true;
     if (got < 0) {
       Error e;
       if (a_member_failed(&e)) return give_up(e);

@@ -18,11 +18,11 @@ std::vector<int> ranks_in(const uint8_t* bits) {
   return ranks;
 }
 
-socklen_t address_of(const Id& id, struct sockaddr_un* address) {
+socklen_t address_of(const Id& id, int number, struct sockaddr_un* address) {
   memset(address, 0, sizeof *address);
   address->sun_family = AF_UNIX;
-  int length = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "collectives-%016llx%016llx",
-                        static_cast<unsigned long long>(id.name[0]), static_cast<unsigned long long>(id.name[1]));
+  int length = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "collectives-%016llx%016llx-%d",
+                        static_cast<unsigned long long>(id.name[0]), static_cast<unsigned long long>(id.name[1]), number);
   return static_cast<socklen_t>(offsetof(struct sockaddr_un, sun_path) + 1 + length);
 }
 

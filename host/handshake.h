@@ -11,23 +11,26 @@
 #include <vector>
 
 #include "comm.h"
+#include "hmac.h"
 #include "unique_id.h"
 
 namespace coll {
 
-constexpr uint32_t kProtocol = 0x434f4c03;
+constexpr uint32_t kProtocol = 0x434f4c04;
 constexpr int64_t kLinger = 2000000000;  // ns
 
-enum class Kind : uint32_t { Hello, Arrived, Segment, Heap, Mapped, GaveUp, Failed, Go };
+// Of the messages, Challenge, Hello and Welcome are admission.cpp's.
+enum class Kind : uint32_t { Challenge, Hello, Welcome, Join, Arrived, Segment, Heap, Mapped, GaveUp, Failed, Go };
 
 struct Message {
   uint32_t protocol = kProtocol;
-  Kind kind = Kind::Hello;
+  Kind kind = Kind::Challenge;
   int32_t rank = 0, nranks = 0, pid = 0, error_kind = 0;
-  uint64_t secret[4] = {};
+  Digest nonce = {};        // Challenge, Hello
+  Digest proof = {};        // Hello, Welcome
   uint64_t options = 0;     // must be the same on all ranks
   uint64_t segment_id = 0;
-  uint64_t heap_id = 0;     // Hello, Heap: of the rank's process; 0: the system gave it none
+  uint64_t heap_id = 0;     // Join, Heap: of the rank's process; 0: the system gave it none
   uint8_t ranks[kMaxRanks / 8] = {};  // Arrived: who has come. Failed: whom it is about
   char text[1024] = "";
 };
@@ -49,8 +52,9 @@ class Fd {
   int fd_;
 };
 
-// The address of the socket that rank 0 listens on.
-socklen_t address_of(const Id& id, struct sockaddr_un* address);
+// The addresses of an id's sockets, from 0 to kAddresses - 1. Rank 0 listens on one of them.
+constexpr int kAddresses = 16;
+socklen_t address_of(const Id& id, int number, struct sockaddr_un* address);
 // Whether the process on the other side belongs to this process's user.
 bool same_user(int fd, uid_t* user, pid_t* process = nullptr);
 bool send_message(int fd, const Message& message, int descriptor = -1);

@@ -9,23 +9,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <vector>
+
+#include "cgroups.h"
 
 namespace coll {
 namespace {
-
-// Bytes that count as used by the control group and that the kernel frees when it needs them: file
-// caches.
-uint64_t reclaimable_of_group() {
-  FILE* f = fopen("/sys/fs/cgroup/memory.stat", "re");
-  if (!f) return 0;
-  char name[64];
-  unsigned long long value, sum = 0;
-  while (fscanf(f, "%63s %llu", name, &value) == 2) {
-    if (!strcmp(name, "active_file") || !strcmp(name, "inactive_file") || !strcmp(name, "slab_reclaimable")) sum += value;
-  }
-  fclose(f);
-  return sum;
-}
 
 // Bytes that can still be had: the kernel would kill a process rather than refuse pages of shared
 // memory.
@@ -42,21 +31,9 @@ uint64_t available_memory() {
     fclose(f);
     if (found) available = sum * 1024;
   }
-  auto number_in = [](const char* path, uint64_t* value) {
-    FILE* f = fopen(path, "re");
-    if (!f) return false;
-    unsigned long long v;
-    bool ok = fscanf(f, "%llu", &v) == 1;  // "max" is no number: no limit
-    fclose(f);
-    *value = v;
-    return ok;
-  };
-  uint64_t limit, used;
-  if (number_in("/sys/fs/cgroup/memory.max", &limit) && number_in("/sys/fs/cgroup/memory.current", &used)) {
-    uint64_t in_use = used - std::min(used, reclaimable_of_group());
-    available = std::min(available, limit > in_use ? limit - in_use : 0);
-  }
-  return available;
+  // A process stays in its groups, mostly; their limits may change at any time.
+  static const auto* groups = new std::vector<std::string>(memory_groups(""));
+  return std::min(available, room_in(*groups));
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ import torch
 from .. import _nccl
 from ..errors import EngineUnavailable, InvalidArgument
 from ..kernels.execution import library_path
+from ..secret import read_secret
 
 __all__ = ["Engine", "EngineInfo", "engines", "get_engine", "parse_device", "resolve_device"]
 
@@ -114,7 +115,15 @@ def get_engine(name: str | None = None, device_type: str | None = None) -> Engin
     reason = _missing_device_reason(chosen)
     if reason:
         raise EngineUnavailable(f"engine {chosen!r} can't be used: {reason} ({library.path} was loaded)")
+    if library.is_host:
+        _set_secret(library)
     return Engine(chosen, _DEVICE_TYPES[chosen], _version_text(library.version), library.path, library)
+
+
+def _set_secret(library: _nccl.Library) -> None:
+    secret = read_secret()
+    if secret is not None or library.has("collHostSetSecret"):
+        library.set_secret(secret)
 
 
 def _default_name() -> str:

@@ -88,24 +88,25 @@ def _lowest(controller: str, root: str, names: tuple[tuple[str, str], ...]) -> L
 
 
 def _page_cache(folder: str) -> float:
-    """Return the bytes of files that the kernel gives up when the group needs memory.
+    """Return the bytes of file caches that the kernel frees when the group needs memory.
 
     They are counted as used.
     """
     path = os.path.join(folder, "memory.stat")
     prefix = "total_" if os.path.exists(os.path.join(folder, "memory.usage_in_bytes")) else ""
-    return _entry(path, prefix + "inactive_file") + _entry(path, prefix + "active_file")
+    return sum(_entry(path, prefix + name) for name in ("inactive_file", "active_file", "slab_reclaimable"))
 
 
-def memory_limit(root: str = "/") -> Limit | None:
+def memory_limit(root: str = "/", *, hard: bool = False) -> Limit | None:
     """Return the limit of memory, in bytes, that leaves the least room; None where there is none.
 
-    The page cache does not count as used.
+    File caches do not count as used. ``hard``: only limits past which the kernel ends a process, as
+    the host engine's ``host/cgroups.cpp`` reads them; past ``memory.high`` it slows one down.
     """
     names = (
         ("memory.max", "memory.current"),
-        ("memory.high", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *(() if hard else (("memory.high", "memory.current"),)),
     )
     return _lowest("memory", root, names)
 

@@ -132,6 +132,9 @@ ncclResult_t collHostSetInterruptCheck(int (*check)(void));
 // same bytes get the same id. For launchers that give all ranks of a job a common name and no way to exchange
 // an id.
 ncclResult_t collHostGetNamedUniqueId(const void* name, size_t nbytes, ncclUniqueId* uniqueId);
+// The job's secret, for all communicators that this process opens from now on: processes without it
+// can't take part, and names of unique ids are made of it. It is copied. nbytes 0: none.
+ncclResult_t collHostSetSecret(const void* secret, size_t nbytes);
 // Number of collectives called on this communicator so far; bytes of one staging chunk; bytes held
 // by ncclMemAlloc and by the communicators of this process.
 ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence);
