@@ -563,19 +563,17 @@ cdef class Library:
         code = self.api.collHostLabel(op_text, dtype_text)
         self.done(code, "collHostLabel")
 
-    def set_secret(self, bytes secret):
+    def set_secret(self, secret):
         """Set the job's secret; None for none. Processes without it can't take part in communicators
         that this process opens from now on.
 
         Host engine only. C: ``collHostSetSecret``.
         """
-        cdef const char* data = NULL
-        cdef size_t nbytes = 0
+        cdef bytes text
         cdef ncclResult_t code
-        if secret is not None:
-            data, nbytes = secret, len(secret)
         self.need(<void*> self.api.collHostSetSecret, "collHostSetSecret")
-        code = self.api.collHostSetSecret(data, nbytes)
+        text = b"" if secret is None else secret
+        code = self.api.collHostSetSecret(<const char*> text, len(text))
         self.done(code, "collHostSetSecret")
 
     def set_init_timeout(self, double seconds):

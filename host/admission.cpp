@@ -115,6 +115,7 @@ Found knock(const Id& id, const Digest& key, int address, int64_t until, const S
 
 std::string Strangers::text() const {
   std::string text;
+  if (no_descriptor) text += "; this process had no file descriptor left for a connection (ulimit -n)";
   if (foreign) text += format("; a process of user %u, not of this process's user %u, holds a socket of this id", user, geteuid());
   if (unproven)
     text += format("; %d connection%s with a process of this user that did not prove itself: all ranks need the same id, and the "
@@ -193,6 +194,7 @@ bool Admission::accept_all(Error* error) {
       if (errno == EAGAIN) return true;
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if ((errno == EMFILE || errno == ENFILE) && !unproven_.empty()) {
+        strangers_.no_descriptor = true;
         unproven_.clear();  // they take the descriptors, mostly, and those who belong here come again
         continue;
       }

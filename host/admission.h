@@ -21,6 +21,7 @@ using Stop = std::function<bool(Error*)>;
 struct Strangers {
   int unproven = 0;  // processes of this user that lack the id or the job's secret
   bool foreign = false;
+  bool no_descriptor = false;  // this process had none left for a connection
   uid_t user = 0;  // of the last foreign process
   std::string text() const;
 };

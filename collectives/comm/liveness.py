@@ -19,7 +19,9 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+from ..errors import TransportError
 from ..launcher import get_start_time, read_stat
+from ..secret import seal, unseal
 from ..torch_compat import default_store
 from .multinode.topology import identify_node
 
@@ -92,7 +94,7 @@ def publish_process(store=None, rank: int | None = None) -> None:
     key = f"{_PREFIX}/{rank}"
     # A store that is closed is reported by the first wait that needs it.
     with contextlib.suppress(RuntimeError):
-        store.set(key, this_process())
+        store.set(key, seal(this_process().encode(), key))
         _published[:] = [each for each in _published if each[0]() is not None and each[2] == pid]
         _published.append((weakref.ref(store), key, pid))
 
@@ -115,14 +117,22 @@ class RankExits:
         """
         key = f"{_PREFIX}/{self._global_ranks[rank]}"
         if self._store.check([f"{key}/ended"]):
-            return self._store.get(f"{key}/ended").decode("utf-8", "replace")
+            return _read(self._store, f"{key}/ended")
         if rank not in self._processes and self._store.check([key]):
-            self._processes[rank] = self._store.get(key).decode("utf-8", "replace")
+            self._processes[rank] = _read(self._store, key)
         return exit_reason(self._processes.get(rank, ""))
 
     def reasons_without_store(self) -> dict[int, str]:
         """Return the reasons of the ranks whose processes were read before the store was closed."""
         return {rank: describe_exit(process) for rank, process in self._processes.items() if has_ended(process)}
+
+
+def _read(store: dist.Store, key: str) -> str:
+    """Return the text of a key; "" where nobody who has the job's secret has written it."""
+    try:
+        return unseal(store.get(key), key).decode("utf-8", "replace")
+    except TransportError:
+        return ""
 
 
 class ProcessExits:
@@ -164,7 +174,7 @@ def _at_exit() -> None:
         if store is None or pid != os.getpid() or not _is_reachable(store):
             continue
         with contextlib.suppress(RuntimeError):
-            store.set(f"{key}/ended", text)
+            store.set(f"{key}/ended", seal(text.encode(), f"{key}/ended"))
 
 
 def _is_reachable(store: dist.Store) -> bool:

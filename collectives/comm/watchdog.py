@@ -31,7 +31,8 @@ import torch.distributed as dist
 from .._nccl import DTYPES, check
 from ..arrays import ITEMSIZE
 from ..cuda_state import set_thread_device
-from ..errors import CollectivesError, CollectiveTimeout, RemoteError
+from ..errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
+from ..secret import seal, unseal
 from .flight_recorder import complete
 from .liveness import exit_reason
 from .waiting import call_with_timeout, format_ranks
@@ -62,7 +63,7 @@ class StatusStore:
         """Set a key; does nothing where the store is closed."""
         if self._store is not None:
             try:
-                self._store.set(f"{self._prefix}/{key}", json.dumps(value))
+                self._store.set(f"{self._prefix}/{key}", seal(json.dumps(value).encode(), f"status/{key}"))
             except RuntimeError:
                 self._store = None
 
@@ -72,7 +73,9 @@ class StatusStore:
         try:
             if store is None or not store.check([f"{self._prefix}/{key}"]):
                 return None
-            return json.loads(store.get(f"{self._prefix}/{key}"))
+            return json.loads(unseal(store.get(f"{self._prefix}/{key}"), f"status/{key}"))
+        except TransportError:  # a stranger's
+            return None
         except RuntimeError:  # its server has ended; torch writes a stack for each further try
             self._store = None
         except ValueError:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..comm.liveness import RankExits, exit_reason, has_ended
 from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+from ..secret import seal, unseal
 from .peers import Participant, parse_record, raise_posted_failure
 
 __all__ = ["GRACE_S", "StoreRendezvous"]
@@ -126,7 +127,7 @@ class StoreRendezvous:
                 text = f"rank {rank} could not make a unique id: {str(error)[:1000]}"
                 self._post_failure(RemoteError, text, (rank,))
             raise
-        store.set(f"peer/{rank}", record)
+        store.set(f"peer/{rank}", seal(record, _purpose(f"peer/{rank}")))
         keys = [f"peer/{peer}" for peer in range(size)]
         wait = RankWait(
             self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._exit_reason, op="init"
@@ -135,7 +136,7 @@ class StoreRendezvous:
         while True:
             self._raise_posted_failure()
             if store.check(keys):
-                return [store.get(key) for key in keys]
+                return [unseal(store.get(key), _purpose(key)) for key in keys]
             try:
                 wait.check(self._find_missing_ranks)
             except (CollectiveTimeout, RemoteError) as error:
@@ -151,7 +152,8 @@ class StoreRendezvous:
         missing = []
         for peer in range(self.participant.size):
             if peer not in self._arrived and self.store.check([f"peer/{peer}"]):
-                self._arrived[peer] = parse_record(self.store.get(f"peer/{peer}"), peer)["process"]
+                record = unseal(self.store.get(f"peer/{peer}"), _purpose(f"peer/{peer}"))
+                self._arrived[peer] = parse_record(record, peer)["process"]
             if peer not in self._arrived or has_ended(self._arrived[peer]):
                 missing.append(peer)
         return missing
@@ -198,16 +200,30 @@ class StoreRendezvous:
         while not self.store.check([key]) and time.monotonic() < until and not stop.wait(0.01):
             pass
         if self.store.check([key]):
-            other = parse_record(self.store.get(key), self.participant.rank)
+            other = parse_record(unseal(self.store.get(key), _purpose(key)), self.participant.rank)
             first = f"process {other['pid']} on {other['host']}"
         return f"{first} and {me}. If they belong to two jobs, give each job a MASTER_PORT of its own"
 
     def _post_failure(self, kind: type[CollectivesError], text: str, peers: Iterable[int]) -> None:
         """Post a failure to all ranks, unless one is posted already, and raise the posted one."""
-        if not self.store.check(["error"]):
-            self.store.set("error", json.dumps({"kind": kind.__name__, "text": text, "peers": list(peers)}))
+        if self._posted_failure() is None:
+            failure = json.dumps({"kind": kind.__name__, "text": text, "peers": list(peers)}).encode()
+            self.store.set("error", seal(failure, _purpose("error")))
         self._raise_posted_failure()
 
     def _raise_posted_failure(self) -> None:
-        if self.store.check(["error"]):
-            raise_posted_failure(self.store.get("error"), self.participant.rank)
+        if (failure := self._posted_failure()) is not None:
+            raise_posted_failure(failure, self.participant.rank)
+
+    def _posted_failure(self) -> bytes | None:
+        """Return the failure that a rank has posted; None for one that is nobody's who has the secret."""
+        if not self.store.check(["error"]):
+            return None
+        try:
+            return unseal(self.store.get("error"), _purpose("error"))
+        except TransportError:
+            return None
+
+
+def _purpose(key: str) -> str:
+    return f"rendezvous/{key}"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..comm.waiting import RankWait, call_with_timeout, first_line
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
 from ..launcher import Identity
+from ..secret import unseal
 from .peers import Participant, parse_record
 from .store import StoreRendezvous
 
@@ -142,7 +143,8 @@ def _connect_to_duplicate(
         records = dist.PrefixStore(prefix, store)
         while time.monotonic() < until:
             if records.check(["peer/0"]):
-                same_job = participant.job and parse_record(records.get("peer/0"), 0)["job"] == participant.job
+                record = unseal(records.get("peer/0"), "rendezvous/peer/0")
+                same_job = participant.job and parse_record(record, 0)["job"] == participant.job
                 return store if same_job else None
             time.sleep(0.02)
     except RuntimeError:  # whatever listens there, it is no store with such a record

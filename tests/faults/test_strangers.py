@@ -1,4 +1,4 @@
-"""Processes that don't belong to a job: they can't join it, pose as rank 0, or stop the ranks from finding each other."""
+"""Processes that don't belong to a job: they can't join it, pose as rank 0, or stop the ranks from connecting."""
 
 from __future__ import annotations
 

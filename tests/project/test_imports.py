@@ -40,7 +40,7 @@ MAX_FILE, MAX_CLASS, MAX_FUNCTION = 600, 300, 80  # lines
 # short enough leaves this list.
 EXCEPTIONS = {
     "collectives/_nccl.pyx": (
-        620, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
+        635, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
         825, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
     "collectives/horovod/controller.py: Controller": (

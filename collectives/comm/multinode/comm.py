@@ -97,12 +97,7 @@ class MultiNodeComm:
                 intra_node.abort()
                 raise
         except CollectivesError as error:
-            found = error
-            if connects and isinstance(error, CollectiveTimeout | RemoteError):
-                # This rank only knows who did not come. That one may have posted for whom it waited.
-                found = self._store.fetch_error() or error
-            self._store.post_error(found)
-            raise found from error
+            raise _share_cause(self._store, error, connects) from error
         self.collectives = HostCollectives(intra_node, connections, topology)
         self._connections = connections
         self._topology = topology
@@ -359,6 +354,18 @@ class MultiNodeComm:
     def detach_after_fork(self) -> None:
         """Detach from the parent's connections in a forked child, and leave them open."""
         self._connections.detach_after_fork()
+
+
+def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> CollectivesError:
+    """Post why a communicator could not be opened; return the cause.
+
+    ``connects``: the nodes were being connected, where a rank only knows who did not come. That one
+    may have posted for whom it waited.
+    """
+    if connects and isinstance(error, CollectiveTimeout | RemoteError):
+        error = store.fetch_error() or error
+    store.post_error(error)
+    return error
 
 
 def _make_fingerprint(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ... import errors
 from ...errors import CollectivesError, RemoteError, TransportError
+from ...secret import seal, unseal
 from ..liveness import exit_reason
 from ..waiting import RankWait, call_with_timeout, first_line
 
@@ -21,6 +22,10 @@ _POLL_S = 0.002
 _ANSWER_S = 3.0  # in which a store that lives answers
 
 T = TypeVar("T")
+
+
+def _purpose(key: str) -> str:
+    return f"nodes/{key}"
 
 
 class StoreGone(RemoteError):
@@ -51,7 +56,8 @@ class ErrorStore:
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
         try:
-            self._call(lambda: self.store.set(key, value))
+            data = value.encode() if isinstance(value, str) else value
+            self._call(lambda: self.store.set(key, seal(data, _purpose(key))))
         except RuntimeError as error:
             raise self._unreachable_error(error) from error
 
@@ -74,7 +80,7 @@ class ErrorStore:
             except RuntimeError as error:
                 raise self._unreachable_error(error) from error
             if found is not None:
-                return found
+                return unseal(found, _purpose(key))
             wait.check(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
@@ -94,7 +100,7 @@ class ErrorStore:
 
         def post():
             if not self.store.check(["failed"]):
-                self.store.set("failed", json.dumps(posted))
+                self.store.set("failed", seal(json.dumps(posted).encode(), _purpose("failed")))
 
         try:
             self._call(post)
@@ -118,11 +124,11 @@ class ErrorStore:
             found = self._call(fetch)
             if found is None:
                 return None
-            posted = json.loads(found)
+            posted = json.loads(unseal(found, _purpose("failed")))
             kind = getattr(errors, posted["kind"]) if posted["kind"] in errors.__all__ else RemoteError
             peers = [int(peer) for peer in posted["peers"]]
             return kind(str(posted["text"]), op=posted["op"], rank=self.rank, peers=peers)
-        except (ValueError, KeyError, TypeError):  # not what `post_error` writes
+        except (ValueError, KeyError, TypeError, TransportError):  # not what `post_error` writes
             return None
         except RuntimeError:
             self._unreachable = True

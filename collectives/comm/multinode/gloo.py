@@ -24,7 +24,7 @@ from .topology import find_route, is_loopback
 __all__ = ["GlooConnections", "TransferError", "wait"]
 
 _FOREVER = timedelta(days=365)
-_DATA_TAG, _ABORT_TAG = 0, 1  # Gloo's tags
+_DATA_TAG, _ABORT_TAG, _LATE_TAG = 0, 1, 2  # Gloo's tags
 
 
 class TransferError(Exception):
@@ -81,16 +81,18 @@ class GlooConnections:
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
 
-    def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int) -> list:
+    def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int, late: bool = False) -> list:
         """Start a send or a receive, and return what `wait` takes; nothing for 0 bytes.
 
-        Transfers between two ranks arrive in order. One may be shorter than its receive buffer.
+        Transfers between two ranks arrive in order, and those that are ``late`` in an order of their
+        own. One may be shorter than its receive buffer; a longer one ends the process.
         """
         if not nbytes:
             return []
         memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+        tag = _LATE_TAG if late else _DATA_TAG
         try:
-            return [(peer, (self._gloo.send if is_send else self._gloo.recv)([memory], peer, _DATA_TAG), memory)]
+            return [(peer, (self._gloo.send if is_send else self._gloo.recv)([memory], peer, tag), memory)]
         except RuntimeError as error:
             raise TransferError(peer, False, _reason_of(error)) from error
 

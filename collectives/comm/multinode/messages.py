@@ -158,7 +158,7 @@ class MessageTransport:
                 payloads += start(True, rank, slot, _HEAD_BYTES + eager)
                 slot += _ROOM
             if head is None or nbytes > EAGER_BYTES:
-                payloads += start(True, rank, address, nbytes)
+                payloads += start(True, rank, address, nbytes, late=head is not None)
         if meanwhile is not None:
             meanwhile()
         if not heads and not payloads:
@@ -170,7 +170,7 @@ class MessageTransport:
             # Gloo ends the process where more comes than what a receive has room for, so those of long
             # messages begin here.
             long = [message for _, message in places if message.nbytes > EAGER_BYTES]
-            started = [each for rank, address, nbytes, _ in long for each in start(False, rank, address, nbytes)]
+            started = [each for rank, at, nbytes, _ in long for each in start(False, rank, at, nbytes, late=True)]
             for slot, (_, address, nbytes, _) in places:
                 if nbytes <= EAGER_BYTES:
                     ctypes.memmove(address, slot + _HEAD_BYTES, nbytes)

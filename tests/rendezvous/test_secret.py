@@ -1,0 +1,80 @@
+"""Jobs with a secret: ranks that have it connect, on one node and on several; who lacks it can't join."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from collectives.errors import InvalidArgument, TransportError
+from collectives.secret import read_secret, seal, unseal
+from tests.hosts import joined
+from tests.ranks import run_ranks
+from tests.variables import variables
+
+SECRET = "a secret of the job"
+
+
+def sums(ctx, machines, secrets):
+    from collectives.errors import CollectivesError
+
+    with variables(COLLECTIVES_SECRET=secrets[ctx.rank]):
+        try:
+            with joined(ctx, machines, timeout=3.0) as comm:
+                x = torch.ones(10)
+                comm.all_reduce(x)
+                return x[0].item()
+        except CollectivesError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("machines", ["aaa", "aab"])
+def test_ranks_with_the_secret_connect(machines):
+    assert run_ranks(sums, 3, machines, [SECRET] * 3, timeout=40) == [3.0] * 3
+
+
+def test_a_rank_with_another_secret_is_refused():
+    results = run_ranks(sums, 2, "aa", [SECRET, "not the job's secret"], timeout=40)
+    assert all("COLLECTIVES_SECRET" in str(text) for text in results), results
+
+
+def test_a_record_is_taken_for_its_purpose_alone(monkeypatch):
+    assert seal(b"record", "a") == b"record" == unseal(b"record", "a")
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    sealed = seal(b"record", "a")
+    assert sealed != seal(b"record", "a")  # a nonce
+    assert unseal(sealed, "a") == b"record"
+    for record, purpose in ((sealed, "b"), (b"record", "a"), (sealed[:-1], "a"), (sealed[:20], "a"), (b"", "a")):
+        with pytest.raises(TransportError):
+            unseal(record, purpose)
+    for at in range(0, len(sealed), 7):
+        changed = bytearray(sealed)
+        changed[at] ^= 1
+        with pytest.raises(TransportError):
+            unseal(bytes(changed), "a")
+    monkeypatch.delenv("COLLECTIVES_SECRET")
+    with pytest.raises(TransportError, match="this process has none"):
+        unseal(sealed, "a")
+
+
+def test_a_file_of_the_secret(monkeypatch, tmp_path):
+    path = tmp_path / "secret"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("COLLECTIVES_SECRET_FILE", str(path))
+    assert read_secret() == SECRET.encode()
+    path.chmod(0o640)
+    with pytest.raises(InvalidArgument, match="chmod 600"):
+        read_secret()
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(InvalidArgument, match="16 to"):
+        read_secret()
+    monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
+    with pytest.raises(InvalidArgument, match="both set"):
+        read_secret()
+    monkeypatch.delenv("COLLECTIVES_SECRET")
+    monkeypatch.setenv("COLLECTIVES_SECRET_FILE", os.path.join(tmp_path, "none"))
+    with pytest.raises(InvalidArgument, match="No such file"):
+        read_secret()
