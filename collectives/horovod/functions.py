@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from ..arrays import TORCH_NAMES
 from ..comm.consensus import ComparedValue, verify_same
 from ..errors import Mismatch
+from ..secret import read_secret, seal, unseal
 from ..torch_compat import tree_map
 from .basics import current
 from .operations import ReduceOp, allgather_async, allreduce_async_, broadcast_async_, synchronize
@@ -31,6 +32,8 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]
+
+_PURPOSE = "horovod/object"
 
 _MAX_INLINE = 1024  # bytes; CPU tensors up to this size (step counts) are sent inside of the pickled structure
 
@@ -47,7 +50,7 @@ def broadcast_object(obj, root_rank: int = 0, name: str | None = None, process_s
     """
     current().controller(process_set)
     mine = process_set.ranks[process_set.rank()] == root_rank
-    picklable, data = try_pickle(obj) if mine else (True, torch.empty(0, dtype=torch.uint8))
+    picklable, data = _seal_pickle(obj) if mine else (True, torch.empty(0, dtype=torch.uint8))
     head = torch.tensor([picklable, data.numel()], dtype=torch.int64)
     synchronize(broadcast_async_(head, root_rank, name and f"{name}.sz", process_set, _waits=True))
     picklable, nbytes = head.tolist()
@@ -56,7 +59,7 @@ def broadcast_object(obj, root_rank: int = 0, name: str | None = None, process_s
     synchronize(broadcast_async_(data, root_rank, name and f"{name}.t", process_set, _waits=True))
     if not picklable:
         raise ValueError(f"broadcast_object: rank {root_rank}'s object can't be pickled: {_to_text(data)}")
-    return obj if mine else pickle.loads(memoryview(data.numpy()))
+    return obj if mine else _unpickle(data)
 
 
 def broadcast_object_fn(
@@ -72,7 +75,7 @@ def allgather_object(obj, name: str | None = None, process_set: ProcessSet = glo
     Pickles as `broadcast_object` does. `ValueError` on all ranks where one rank's object can't be
     pickled.
     """
-    picklable, data = try_pickle(obj)
+    picklable, data = _seal_pickle(obj)
     head = torch.tensor([[picklable, data.numel()]], dtype=torch.int64)
     heads = synchronize(allgather_async(head, name and f"{name}.sz", process_set, _waits=True)).tolist()
     joined = synchronize(allgather_async(data, name and f"{name}.t", process_set, _waits=True))
@@ -80,7 +83,7 @@ def allgather_object(obj, name: str | None = None, process_set: ProcessSet = glo
     for rank, (picklable, _), part in zip(process_set.ranks, heads, parts, strict=True):
         if not picklable:
             raise ValueError(f"allgather_object: rank {rank}'s object can't be pickled: {_to_text(part)}")
-    return [pickle.loads(memoryview(part.numpy())) for part in parts]
+    return [_unpickle(part) for part in parts]
 
 
 def try_pickle(obj) -> tuple[bool, torch.Tensor]:
@@ -98,6 +101,21 @@ def try_pickle(obj) -> tuple[bool, torch.Tensor]:
         except Exception as second:
             return False, _to_tensor(f"{type(obj).__name__}: {second}".encode())
     return True, _to_tensor(data)
+
+
+def _seal_pickle(obj) -> tuple[bool, torch.Tensor]:
+    """Return what `try_pickle` does, a pickle with the HMAC of the job's secret where there is one."""
+    picklable, data = try_pickle(obj)
+    if picklable and read_secret() is not None:
+        data = _to_tensor(seal(data.numpy().tobytes(), _PURPOSE))
+    return picklable, data
+
+
+def _unpickle(data: torch.Tensor):
+    """Return the object of a pickle, verified first where the job has a secret."""
+    if read_secret() is None:
+        return pickle.loads(memoryview(data.numpy()))
+    return pickle.loads(unseal(data.numpy().tobytes(), _PURPOSE))
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
