@@ -135,8 +135,17 @@ class Scheduler:
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:
             _join_all_gather(unit, masters=gathers_masters(code), post_forward=is_post_forward(code))
-        else:
+        elif self.graph_task is not None:
             self._reduce(unit)
+        else:  # of an iteration that this rank has left: users may have zeroed its gradients already
+            kept = [(param.shard, param.shard.grad) for param in unit.params]
+            for shard, _ in kept:
+                shard.grad = None
+            self._reduce(unit)
+            self._reductions.wait()
+            self.host_copies.wait()
+            for shard, grad in kept:
+                shard.grad = grad
 
     def ensure_unsharded(self, unit: Unit) -> None:
         """Unshard a unit and register its full parameters, unless they are."""
@@ -216,6 +225,7 @@ class Scheduler:
     def abort_backward(self) -> None:
         """Reset to a state in which a forward can begin, if the last backward did not end."""
         if self.graph_task is not None:
+            self.graph_task = None
             self.agreement.interrupt(True)
             self._reset()
 
