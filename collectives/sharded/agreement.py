@@ -42,7 +42,7 @@ from ..environment import read_switch
 from ..errors import CollectivesError, Mismatch
 from ..rendezvous.progress_board import Status, open_board
 from .follower import Follower
-from .negotiation import AGREED, DEFERRED, RESUMED, Mark, Negotiation, remote_error
+from .negotiation import AGREED, BEHIND, DEFERRED, RESUMED, Mark, Negotiation, remote_error
 from .unit import Unit
 from .unit_registry import (
     BARRIER,
@@ -174,7 +174,8 @@ class Agreement:
         if self._negotiation.negotiate(_END, None, mark=mark, iteration=iteration) == RESUMED:
             self._reset()
             follower.follow_again(after_error=True)
-            follower.raise_if_behind(iteration, self._negotiation.newest_iteration)
+            if iteration < self._negotiation.newest_iteration:
+                raise remote_error(BEHIND.format(f"on rank {self.comm.rank}"), self.comm.rank)
 
     # ---- The end of a backward.
 

@@ -94,13 +94,6 @@ class Follower:
         """
         return self.iteration << 1 | (begins_forward and self.is_unfinished)
 
-    def raise_if_behind(self, iteration: int, newest: int) -> None:
-        """Raise `RemoteError` where the others have completed the iteration that was interrupted here.
-        `newest`: the newest iteration that was interrupted on any rank.
-        """
-        if iteration < newest:
-            raise remote_error(BEHIND.format("here"), self._rank)
-
     # ---- Passes.
 
     @property
@@ -333,13 +326,14 @@ class Follower:
         """
         if self.failed is None:
             return
-        while self.board.recover() is None:
+        while (statuses := self.board.recover()) is None:
             self.announce(self.failed, self._reason)
-        failed, self.failed = self.failed, None
-        iteration = self.iteration
+        diverged = self.failed is Status.FAILED and kind_of(self._reason) != REMOTE
+        self.failed, iteration = None, self.iteration
         self.follow_again(after_error=True)
-        if failed is Status.INTERRUPTED:
-            self.raise_if_behind(iteration, max(self.board.progress) >> 1)
+        if not diverged and iteration < max(self.board.progress) >> 1:
+            first = statuses.index(Status.INTERRUPTED) if Status.INTERRUPTED in statuses else self._rank
+            raise remote_error(BEHIND.format(f"on rank {first}"), self._rank, first)
 
     def _raise_remote(self, rank: int) -> None:
         """Raise the error of another rank's failure."""

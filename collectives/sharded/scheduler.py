@@ -4,7 +4,9 @@ end of a backward.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import numpy
 import torch
@@ -137,14 +139,25 @@ class Scheduler:
             _join_all_gather(unit, masters=gathers_masters(code), post_forward=is_post_forward(code))
         elif self.graph_task is not None:
             self._reduce(unit)
-        else:  # of an iteration that this rank has left: users may have zeroed its gradients already
-            kept = [(param.shard, param.shard.grad) for param in unit.params]
-            for shard, _ in kept:
-                shard.grad = None
-            self._reduce(unit)
+        else:
+            with self._dropping_gradients([unit]):
+                self._reduce(unit)
+
+    @contextlib.contextmanager
+    def _dropping_gradients(self, units: list[Unit]) -> Iterator[None]:
+        """Drop what reductions store inside the block, of an iteration that this rank has left: users
+        may have zeroed its gradients already.
+        """
+        shards = [param.shard for unit in units for param in unit.params]
+        kept = [None if shard.grad is None else shard.grad.clone() for shard in shards]
+        for shard in shards:
+            shard.grad = None
+        try:
+            yield
             self._reductions.wait()
             self.host_copies.wait()
-            for shard, grad in kept:
+        finally:
+            for shard, grad in zip(shards, kept, strict=True):
                 shard.grad = grad
 
     def ensure_unsharded(self, unit: Unit) -> None:
@@ -226,6 +239,8 @@ class Scheduler:
         """Reset to a state in which a forward can begin, if the last backward did not end."""
         if self.graph_task is not None:
             self.graph_task = None
+            with self._dropping_gradients(self.units):
+                self._reductions.wait()
             self.agreement.interrupt(True)
             self._reset()
 
