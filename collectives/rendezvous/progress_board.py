@@ -40,7 +40,7 @@ from ..errors import TransportError
 __all__ = ["ProgressBoard", "Status", "open_board"]
 
 _LINE = 8  # words of a rank: its own cache line. Line 0 has the newest epoch in which a rank has failed
-_WANT, _REASON = 1, 3  # in a line, two words each: of even and of odd epochs
+_WANT, _REASON, _PROGRESS = 1, 3, 5  # in a line, two words each: of even and of odd epochs
 _POSITION, _EPOCH = 3, 39  # bits below
 _STEP = 1 << _POSITION
 _STATUS = _STEP - 1
@@ -77,6 +77,7 @@ class ProgressBoard:
         self._lines = {each: (1 + each) * _LINE for each in range(len(processes)) if each != rank}
         self._own = (1 + rank) * _LINE
         self._epoch = 0
+        self.progress: list[int] = [0] * len(processes)  # of all ranks, as `leave` or `recover` found it last
         self._begin_epoch()
 
     @staticmethod
@@ -126,16 +127,16 @@ class ProgressBoard:
 
     # ---- Leaving.
 
-    def leave(self, want: int, reason: int) -> tuple[list[int] | None, int | None]:
+    def leave(self, want: int, reason: int, progress: int = 0) -> tuple[list[int] | None, int | None]:
         """Wait until each other rank has left at this position, or has entered the collective at
         it. Blocks on the host.
 
-        `want`, `reason`: numbers that the others may read. Returns (what each rank wants, None)
-        where all ranks have left, and begins an epoch. (None, None): a rank has entered it. (None,
-        a rank): that one has failed. Raises `RemoteError` for a rank whose process has ended and
-        `CollectiveTimeout` past the limit, both with the rank.
+        `want`, `reason`, `progress`: numbers that the others may read. Returns (what each rank wants,
+        None) where all ranks have left, and begins an epoch; `self.progress` then has theirs. (None,
+        None): a rank has entered it. (None, a rank): that one has failed. Raises `RemoteError` for a
+        rank whose process has ended and `CollectiveTimeout` past the limit, both with the rank.
         """
-        self._write_notes(want, reason)
+        self._write_notes(want, reason, progress)
         self._words[self._own] = self._word | Status.LEFT
         here = self.position
         entered: list[int] = []
@@ -163,28 +164,38 @@ class ProgressBoard:
             return None, failed
         if entered:
             return None, None
-        side = _WANT + (self._epoch & 1)
-        wants = [self._words[(1 + rank) * _LINE + side] for rank in range(len(self._processes))]
-        self._begin_epoch()
-        return wants, None
+        return self._end_epoch(), None
 
-    def _write_notes(self, want: int, reason: int) -> None:
+    def _write_notes(self, want: int, reason: int, progress: int) -> None:
         side = self._epoch & 1
         self._words[self._own + _WANT + side] = want
         self._words[self._own + _REASON + side] = reason
+        self._words[self._own + _PROGRESS + side] = progress
+
+    def _end_epoch(self) -> list[int]:
+        """Begin an epoch; return what each rank wants in the one before, and keep their progress."""
+        lines, side = range(_LINE, (1 + len(self._processes)) * _LINE, _LINE), self._epoch & 1
+        wants = [self._words[line + _WANT + side] for line in lines]
+        self.progress = [self._words[line + _PROGRESS + side] for line in lines]
+        self._begin_epoch()
+        return wants
 
     def reason_of(self, rank: int) -> tuple[Status, int]:
         """Return the status of a rank that has failed in this epoch, and its reason."""
         return self._read(rank)[2], self._words[self._lines[rank] + _REASON + (self._epoch & 1)]
 
+    def progress_of(self, rank: int) -> int:
+        """Return the progress of a rank that has failed in this epoch, as it gave it to `fail`."""
+        return self._words[self._lines[rank] + _PROGRESS + (self._epoch & 1)]
+
     # ---- Failing.
 
-    def fail(self, status: Status, reason: int) -> None:
+    def fail(self, status: Status, reason: int, progress: int = 0) -> None:
         """Write that this rank takes no part in the collective at its position and in later ones.
 
         The caller must take part in those for which `is_needed` returns True.
         """
-        self._write_notes(status, reason)
+        self._write_notes(status, reason, progress)
         self._status = status
         self._words[self._own] = self._word | status
         self._words[0] = max(self._words[0], self._epoch)
@@ -212,8 +223,8 @@ class ProgressBoard:
         ]
 
     def recover(self) -> list[Status] | None:
-        """Wait until all ranks have failed, and begin an epoch; return how each has. Blocks on the
-        host; raises as `leave` does.
+        """Wait until all ranks have failed, and begin an epoch; return how each has, and keep their
+        progress in `self.progress`. Blocks on the host; raises as `leave` does.
 
         None: another rank has entered a collective since `fail`; call `is_needed` first.
         """
@@ -232,10 +243,7 @@ class ProgressBoard:
         self._wait("to the error of a sharded step", find_missing)
         if needed:
             return None
-        side = _WANT + (self._epoch & 1)
-        found = [Status(self._words[(1 + rank) * _LINE + side]) for rank in range(len(self._processes))]
-        self._begin_epoch()
-        return found
+        return [Status(each) for each in self._end_epoch()]
 
     # ---- Waiting.
 

@@ -29,6 +29,7 @@ from .optimizer_hooks import register_elementwise_optimizer
 from .scaler import ShardedGradScaler
 from .sharding import fully_shard
 from .state.checkpoint import load, save
+from .state.checkpointer import Checkpointer, LoadedCheckpoint
 from .state.model import get_model_state_dict, set_model_state_dict
 from .state.optimizer import get_optimizer_state_dict, set_optimizer_state_dict
 from .state.shard_tensor import ShardTensor as Piece
@@ -53,11 +54,13 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "Checkpointer",
     "CustomPolicy",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullParamOptimizer",
     "FullStateDictConfig",
+    "LoadedCheckpoint",
     "MemoryPlan",
     "MixedPrecision",
     "MixedPrecisionPolicy",

@@ -19,8 +19,10 @@ the same place, too, or has entered the collective at that place:
 - others have gone on, and this rank needs something that isn't in the schedule: it raises
   `InvalidUsage`, which names it, and the others raise `RemoteError` in their next call. So does a
   rank that has a gradient which the others have already reduced.
-- a rank is interrupted by an exception: the others raise `RemoteError` in their next call, and so
-  does that rank in its next one, unless an exception has interrupted all of them there.
+- a rank is interrupted by an exception, or begins a forward where the others are in the backward of
+  the one before: they raise `RemoteError` in the same iteration, and that rank goes on with its next
+  one. Where they have completed the iteration, since it had no collective left, all ranks raise in
+  the next one.
 - a rank's process ends, or the communicator's time limit passes: an error that names the rank.
 
 Where ranks need not run the same at all, they negotiate before each collective as long as `uneven`
@@ -40,7 +42,7 @@ from ..environment import read_switch
 from ..errors import CollectivesError, Mismatch
 from ..rendezvous.progress_board import Status, open_board
 from .follower import Follower
-from .negotiation import AGREED, DEFERRED, Negotiation, remote_error
+from .negotiation import AGREED, BEHIND, DEFERRED, RESUMED, Mark, Negotiation, remote_error
 from .unit import Unit
 from .unit_registry import (
     BARRIER,
@@ -129,6 +131,8 @@ class Agreement:
         """Agree on the collective that this rank has reached, as `Negotiation.negotiate`."""
         if self.control is None:
             return AGREED
+        if self.follower.was_interrupted:
+            self.resume()
         if self.follower.is_following:
             outcome = self.follower.follow(code)
             if outcome is not None:
@@ -137,7 +141,9 @@ class Agreement:
 
     def _negotiate(self, code: int, described: str = "") -> int:
         try:
-            outcome = self._negotiation.negotiate(code, self.follower.current, described)
+            outcome = self._negotiation.negotiate(
+                code, self.follower.current, described, iteration=self._compared_iteration
+            )
         except CollectivesError as error:
             if getattr(error, "known_to_all", False):
                 self.follower.follow_again(after_error=True)  # all ranks raise it in one round
@@ -145,6 +151,31 @@ class Agreement:
         if outcome == AGREED and self.follower.current is None and self._negotiation.are_idle:
             self.follower.follow_again()
         return outcome
+
+    @property
+    def _compared_iteration(self) -> int:
+        return self.follower.iteration if self.follower.compares_iterations else 0
+
+    def resume(self) -> None:
+        """Have the others raise where this rank has left an iteration that was negotiated, and they
+        haven't. To be called before a forward.
+
+        Raises `RemoteError` where they have completed it: all ranks lose the next one.
+        """
+        follower = self.follower
+        if self.control is None or follower.is_following:
+            return
+        mark = Mark.INTERRUPTED if follower.was_interrupted else Mark.ENDED
+        if mark is Mark.ENDED and follower.is_unfinished and follower.compares_iterations:
+            mark = Mark.UNFINISHED
+        if mark is Mark.ENDED:
+            return
+        iteration = self._compared_iteration
+        if self._negotiation.negotiate(_END, None, mark=mark, iteration=iteration) == RESUMED:
+            self._reset()
+            follower.follow_again(after_error=True)
+            if iteration < self._negotiation.newest_iteration:
+                raise remote_error(BEHIND.format(f"on rank {self.comm.rank}"), self.comm.rank)
 
     # ---- The end of a backward.
 
@@ -283,17 +314,16 @@ class Agreement:
         """Negotiate before each collective inside the block. A collective, at both ends.
 
         Where an exception ends it and not those of all ranks, the others raise `RemoteError` in
-        their next calls, and so does this rank. An error of all ranks ends it, too.
+        their next calls, and this rank goes on. An error of all ranks ends it, too.
         """
         self.begin_uneven()
         errors = self.follower.errors
-        interrupted = 0 if self._negotiation is None else self._negotiation.interrupted
         try:
             yield
         except BaseException:
             if self.control is not None and self.follower.errors == errors:
                 self.follower.uneven_blocks -= 1
-                self._negotiation.interrupted = interrupted + 1  # as that of each rank that leaves it so
+                self.follower.was_interrupted = True
             raise
         if self.follower.errors == errors:
             self.end_uneven()
@@ -325,13 +355,13 @@ class Agreement:
         self._reset()
 
     def interrupt(self, computes_gradients: bool) -> None:
-        """Note that an exception has ended a forward or a backward: the others raise, too, in their
-        next calls, unless one has ended theirs.
+        """Note that an exception has ended a forward or a backward: the others raise in their next
+        calls, unless one has ended theirs.
         """
         if self.control is None:
             return
         if not self.follower.is_following:
-            self._negotiation.interrupted += computes_gradients
+            self.follower.was_interrupted |= computes_gradients
             self.follower.current = None
         elif self.follower.failed is None and (computes_gradients or self.follower.current is not None):
             self.follower.announce(Status.INTERRUPTED, 0)

@@ -11,7 +11,7 @@ import numpy
 
 from ..errors import CollectivesError, InvalidUsage
 from ..rendezvous.progress_board import ProgressBoard, Status
-from .negotiation import AGREED, DEFERRED, FAILED, INTERRUPTED, known_to_all, remote_error
+from .negotiation import AGREED, BEHIND, DEFERRED, FAILED, INTERRUPTED, SKIPPED, known_to_all, remote_error
 from .schedule import Pass, Schedule, ScheduleBook
 from .unit import Unit
 from .unit_registry import (
@@ -30,6 +30,7 @@ from .unit_registry import (
 __all__ = ["Follower"]
 
 _DONE = DONE << KIND_SHIFT
+_SKIP = 1  # reason of an interruption: no exception was seen, and the rest of an iteration was left out
 
 
 class Follower:
@@ -53,6 +54,11 @@ class Follower:
         self.uneven_blocks = int(board is None)  # in which the ranks negotiate each collective
         self.lasting_blocks = self.uneven_blocks  # of these, those that an error of all ranks doesn't end
         self.errors = 0  # of all ranks so far
+        self.iteration = 0  # forwards, and backwards after them, that this rank has begun since all ranks were in step
+        self.is_unfinished = False  # a forward that computes gradients has ended, and no backward has begun
+        self.was_interrupted = False  # an exception has ended a pass that was negotiated
+        self._begins_iteration = False
+        self._reason = 0  # of `failed`
         self.is_following = board is not None  # between passes, or in one whose schedule is followed
         self._rank = rank
         self._units = units
@@ -65,6 +71,29 @@ class Follower:
         """The schedule that is followed now."""
         return None if self.current is None else self.current.schedule
 
+    # ---- Iterations.
+
+    def begin_iteration(self) -> None:
+        """Count an iteration: a forward, and those that share its backward.
+
+        Raises `RemoteError` where the others have completed the iteration that an exception has
+        interrupted on this rank: all ranks lose this one.
+        """
+        self.recover()
+        self.iteration += 1
+        self._begins_iteration = True
+
+    @property
+    def compares_iterations(self) -> bool:
+        """Whether all ranks make the same iterations; not in `uneven`."""
+        return self.uneven_blocks == int(self.board is None)
+
+    def _progress(self, begins_forward: bool = False) -> int:
+        """Return this rank's progress, for the others: the iteration, and whether a forward begins in
+        place of its backward.
+        """
+        return self.iteration << 1 | (begins_forward and self.is_unfinished)
+
     # ---- Passes.
 
     @property
@@ -72,24 +101,51 @@ class Follower:
         """Whether a pass is in progress; always where the ranks negotiate each collective."""
         return self.current is not None or self.uneven_blocks > 0
 
-    def begin_pass(self, kind: tuple, code: int) -> None:
-        """Begin a pass, whose kind all ranks should give alike. `code`: for errors."""
-        if self.uneven_blocks:
-            return
+    def begin_pass(self, kind: tuple, code: int) -> bool:
+        """Begin a pass, whose kind must be the same on all ranks. `code`: for errors.
+
+        Returns False where this rank has skipped the rest of an iteration, which the others then lose,
+        too: begin the pass again, whose kind may be another one now.
+        """
+        begins_iteration, self._begins_iteration = self._begins_iteration, False
+        is_forward = kind[0] == "forward"
         self.recover()
+        if self.uneven_blocks:
+            return True
         self.reduced.clear()
         key = self.book.number(kind)
         if not self.is_following:
             self.current = Pass(key=key, clean=False)
-            return
+            return True
         schedule = self.book.find(key)
         if schedule is None or self.book.next != key:
-            if any(want != key for want in self._leave_with_all(key, code)):
+            wants = self._leave(key, code, self._progress(is_forward))
+            differ = wants is None or any(want != key for want in wants)
+            if differ and is_forward and self._has_skipped(wants):
+                self._announce_skip(self.iteration - begins_iteration)
+                return False
+            if wants is None:
+                self.raise_divergence(code)
+            if differ:
                 self.is_following, self.current = False, Pass(key=key, clean=False)
-                return
+                return True
             self.is_following = schedule is not None
         self.book.begin(key)
         self.current = Pass(key=key, schedule=schedule)
+        return True
+
+    def _has_skipped(self, wants: list[int] | None) -> bool:
+        """Return whether this rank begins a forward where others are in the backward of the one
+        before. Raises `RemoteError` where another rank does.
+        """
+        return self.is_unfinished and (wants is None or not all(each & 1 for each in self.board.progress))
+
+    def _announce_skip(self, iteration: int) -> None:
+        """Have the others raise in an iteration whose rest this rank has skipped, and wait for that."""
+        self.iteration = iteration
+        self.announce(Status.INTERRUPTED, _SKIP)
+        self._reset()
+        self.recover()
 
     @property
     def plan(self) -> Any:
@@ -123,7 +179,10 @@ class Follower:
         current = self.current
         if current is None or current.schedule is None:
             self.recover()
-            self._leave_with_all(code, code)
+            while self._leave(code, code) is None:
+                if current is not None or not self.is_unfinished:
+                    self.raise_divergence(code)
+                self._announce_skip(self.iteration)
             self.is_following = False
             return None
         schedule = current.schedule
@@ -133,7 +192,8 @@ class Follower:
             if to is None:
                 if schedule.reduces_at_end(code):
                     return DEFERRED
-                self._leave_with_all(code, code)
+                if self._leave(code, code) is None:
+                    self.raise_divergence(code)
                 self._negotiate_rest()
                 return None
             if not self.skip(to, code):
@@ -195,30 +255,30 @@ class Follower:
             self._raise_remote(failed)
         self.current.record(code, mine)
 
-    def _leave_with_all(self, want: int, code: int) -> list[int]:
-        """Leave the schedule; return what each rank wants. Raises where not all ranks leave it."""
-        wants = self._leave(want, code)
-        if wants is None:
-            self.raise_divergence(code)
-        return wants
-
-    def _leave(self, want: int, code: int) -> list[int] | None:
-        """Leave the schedule; return what each rank wants where all ranks do, else None."""
+    def _leave(self, want: int, code: int, progress: int = 0) -> list[int] | None:
+        """Leave the schedule; return what each rank wants where all ranks do, else None. `progress`:
+        as of `_progress`.
+        """
         try:
-            wants, failed = self.board.leave(want, code)
+            wants, failed = self.board.leave(want, code, progress)
         except CollectivesError:  # a rank is dead or late
-            self.board.fail(Status.FAILED, code)
+            self.board.fail(Status.FAILED, code, self._progress())
             self.failed, self.current = Status.FAILED, None
             self._reset()
             raise
         if failed is not None:
             self._raise_remote(failed)
+        if wants is not None and not progress & 1 and len(set(wants)) > 1:
+            for rank in [rank for rank, each in enumerate(self.board.progress) if each & 1]:
+                self._fail_all(REMOTE << KIND_SHIFT | rank << 1)
+                raise remote_error(SKIPPED.format(f"rank {rank}"), self._rank, rank)
         return wants
 
     def follow_again(self, *, after_error: bool = False) -> None:
         """Go back to following schedules: all ranks are between passes, and have made other ones."""
-        self.current = None
+        self.current, self.iteration = None, 0
         if after_error:  # the ranks may have begun other passes, and left other blocks
+            self.is_unfinished = self.was_interrupted = False
             self.book.forget()
             self.errors += 1
             self.uneven_blocks = self.lasting_blocks
@@ -245,8 +305,8 @@ class Follower:
 
     def announce(self, status: Status, reason: int) -> None:
         """Take part in what the others have entered already; they enter no more."""
-        self.failed = status
-        self.board.fail(status, reason)
+        self.failed, self._reason = status, reason
+        self.board.fail(status, reason, self._progress())
         while self.board.is_needed():
             while self.current is None or len(self.current.codes) == len(self.current.schedule.codes):
                 key = self.book.next  # others have begun the passes that all expected
@@ -261,15 +321,19 @@ class Follower:
         self.current = None
 
     def recover(self) -> None:
-        """Go on after an error, once all ranks have had theirs."""
+        """Go on after an error, once all ranks have had theirs. Raises `RemoteError` where this rank
+        was interrupted in an iteration that the others have completed.
+        """
         if self.failed is None:
             return
-        while (found := self.board.recover()) is None:
-            self.announce(self.failed, 0)
-        failed, self.failed = self.failed, None
+        while (statuses := self.board.recover()) is None:
+            self.announce(self.failed, self._reason)
+        diverged = self.failed is Status.FAILED and kind_of(self._reason) != REMOTE
+        self.failed, iteration = None, self.iteration
         self.follow_again(after_error=True)
-        if failed is Status.INTERRUPTED and Status.FAILED in found:
-            raise remote_error(INTERRUPTED.format("here"), self._rank)
+        if not diverged and iteration < max(self.board.progress) >> 1:
+            first = statuses.index(Status.INTERRUPTED) if Status.INTERRUPTED in statuses else self._rank
+            raise remote_error(BEHIND.format(f"on rank {first}"), self._rank, first)
 
     def _raise_remote(self, rank: int) -> None:
         """Raise the error of another rank's failure."""
@@ -277,8 +341,10 @@ class Follower:
         if kind_of(reason) == REMOTE:
             rank = self._units.index_of(reason)
             status, reason = self.board.reason_of(rank)
-        if status is Status.INTERRUPTED:
-            text = INTERRUPTED.format(f"on rank {rank}")
+        if status is Status.INTERRUPTED and self.board.progress_of(rank) >> 1 < self.iteration:
+            text = BEHIND.format(f"on rank {rank}")
+        elif status is Status.INTERRUPTED:
+            text = SKIPPED.format(f"rank {rank}") if reason else INTERRUPTED.format(f"on rank {rank}")
         elif reason:
             text = (
                 f"rank {rank} {self._units.describe(reason)}, which the others don't, and raised an error there: "

@@ -1,4 +1,4 @@
-"""Negotiation: the ranks agree on each collective, by an all-reduce of 64 bytes, before they make it.
+"""Negotiation: the ranks agree on each collective, by an all-reduce of 72 bytes, before they make it.
 
 Ranks need not run the same units. Before a collective each rank announces the one that it has
 reached:
@@ -12,10 +12,12 @@ reached:
 - at the end of its backward a rank takes part in the others' all-gathers until all ranks have ended
   theirs. All ranks then reduce the gradients that still wait on any of them; ranks without
   gradients send zeros.
+- a rank has left an iteration before its end, by an exception or without one: the others raise.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable
 
@@ -38,9 +40,12 @@ from .unit_registry import (
     kind_of,
 )
 
-__all__ = ["AGREED", "DEFERRED", "FAILED", "INTERRUPTED", "PARTIAL", "Negotiation", "known_to_all", "remote_error"]
+__all__ = [
+    "AGREED", "BEHIND", "DEFERRED", "FAILED", "INTERRUPTED", "PARTIAL", "RESUMED", "SKIPPED", "Mark", "Negotiation",
+    "known_to_all", "remote_error",
+]  # fmt: skip
 
-DEFERRED, AGREED, PARTIAL = range(3)
+DEFERRED, AGREED, PARTIAL, RESUMED = range(4)
 _COUNT = 20  # bits below
 _NONE = -(1 << 62)
 _UNCLEAN = 1  # the key of a pass that not all ranks are in
@@ -53,7 +58,17 @@ _DIFFERENT_CALLS = ("the ranks don't make the same call", "all ranks must make i
 FAILED = "rank {} could not go on, in its forward or its optimizer's step, and raised the reason there"
 INTERRUPTED = (
     "a forward or backward was interrupted by an exception {} and not on all ranks: their gradients would be of "
-    "different batches; catch exceptions on all ranks, or on none"
+    "different batches; all ranks lose this iteration, and can go on with the next one"
+)
+SKIPPED = (
+    "{} has begun another forward, or ended, before the backward of this iteration, as where an exception has ended it "
+    "between them: the gradients would be of different batches; all ranks lose this iteration, and can go on with the "
+    "next one"
+)
+BEHIND = (
+    "the iteration before was interrupted by an exception {}, after its last collective, and other ranks have "
+    "completed it: if it has trained, their optimizers may have made a step that is missing there, so go back to a "
+    "checkpoint; all ranks lose this iteration"
 )
 
 
@@ -68,6 +83,14 @@ def known_to_all(error: Exception) -> Exception:
 def remote_error(text: str, rank: int, *peers: int) -> RemoteError:
     """Return an error that all ranks raise because of one rank's failure."""
     return known_to_all(RemoteError(text, op="fully_shard", rank=rank, peers=peers))
+
+
+class Mark(enum.IntEnum):
+    """What a rank has done with the iteration before the collective that it has reached: ended it,
+    begun another forward before its backward, or left it by an exception.
+    """
+
+    ENDED, UNFINISHED, INTERRUPTED = range(3)
 
 
 class Negotiation:
@@ -85,31 +108,39 @@ class Negotiation:
         self._units = units
         self._join = join
         self._reset = reset
-        self.interrupted = 0  # forwards and backwards that an exception ended
+        self.newest_iteration = 0  # of all ranks, in the last round
         self.are_idle = False  # in the last round no rank was in a pass
-        self._row = numpy.zeros(8, dtype=numpy.int64)
+        self._row = numpy.zeros(9, dtype=numpy.int64)
 
-    def negotiate(self, code: int, current: Pass | None, described: str = "") -> int:
+    def negotiate(
+        self, code: int, current: Pass | None, described: str = "", *, mark: Mark = Mark.ENDED, iteration: int = 0
+    ) -> int:
         """Announce the collective that this rank has reached, and take part in others' until all
         ranks can make it. Record them in the pass in progress.
 
         Returns `AGREED`: all ranks make it. `PARTIAL`: an all-gather in which some ranks only take
         part, or keep other parts, or the end of a forward that not all have reached. `DEFERRED`: a
-        reduction that must wait for the end of the backward. `described`: the call, for errors.
+        reduction that must wait for the end of the backward. `RESUMED`: the others raise, since this
+        rank has left an iteration, or all ranks have. `described`: the call, for errors; `iteration`:
+        this rank's.
         """
         kind, row = kind_of(code), self._row
         wish = -(code & (1 << KIND_SHIFT) - 2) if kind == GATHER else _NONE  # without the last bit, post_forward
-        count = self.interrupted << _COUNT | self._rank
+        count = mark << _COUNT | self._rank
         while True:
             key = 0 if current is None else current.key if current.clean else _UNCLEAN
-            row[:] = (code, -code, wish, count, -count, 0, key, -key)
+            row[:] = (code, -code, wish, count, -count, 0, key, -key, iteration)
             self.control.all_reduce(row, "max")
-            most, least, lowest, newest, oldest, failed, highest_key, lowest_key = row.tolist()
+            most, least, lowest, last, first, failed, highest_key, lowest_key, self.newest_iteration = row.tolist()
             if failed:
                 self._reset()
                 raise remote_error(FAILED.format(failed - 1), self._rank, failed - 1)
-            if newest >> _COUNT != -oldest >> _COUNT:
-                self._raise_interrupted(newest)
+            if last >> _COUNT:
+                worst = Mark(last >> _COUNT)
+                if worst is Mark.INTERRUPTED or -first >> _COUNT == Mark.ENDED:
+                    if mark is Mark.ENDED:
+                        self._raise_interrupted(worst, last & (1 << _COUNT) - 1)
+                    return RESUMED
             self.are_idle = highest_key == lowest_key == 0
             if current is not None:
                 current.clean = current.clean and highest_key == -lowest_key
@@ -139,17 +170,16 @@ class Negotiation:
 
     def fail(self) -> None:
         """Announce to the others, in their next calls, that this rank can't go on."""
-        self._row[:] = (0, 0, _NONE, 0, 0, self._rank + 1, 0, 0)
+        self._row[:] = (0, 0, _NONE, 0, 0, self._rank + 1, 0, 0, 0)
         self.control.all_reduce(self._row, "max")
 
     # ---- Errors that all ranks raise in one round.
 
-    def _raise_interrupted(self, newest: int) -> None:
+    def _raise_interrupted(self, mark: Mark, rank: int) -> None:
         self._reset()
-        self.interrupted = newest >> _COUNT
-        ahead = newest & (1 << _COUNT) - 1
-        where = "here" if ahead == self._rank else f"on rank {ahead}"
-        raise remote_error(INTERRUPTED.format(where), self._rank, ahead)
+        where = f"rank {rank}"
+        text = SKIPPED.format(where) if mark is Mark.UNFINISHED else INTERRUPTED.format(f"on {where}")
+        raise remote_error(text, self._rank, rank)
 
     def _raise_mismatch(self, described: str, what: tuple[str, str]) -> None:
         """Raise an error that says which ranks do what."""

@@ -102,21 +102,32 @@ class PassPlanner:
 
     def begin_forward(self, unit: Unit, overlaps: bool) -> None:
         """Begin the pass of an outermost unit's forward, if all-gathers can be a part of it."""
-        if torch.is_grad_enabled():
-            self._roots[unit.index] = weakref.ref(unit)
-        if any(each.gathers for each in self._find_units_inside(unit)):
-            number = len(self._forward_kinds) if torch.is_grad_enabled() else -1
-            kind = ("forward", unit.index, number, _form_of(unit))
-            if 0 <= number < _MAX_FORWARDS:
-                self._forward_kinds.append(kind)
-            self._follower.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
+        self._agreement.resume()
+        while not self._begin_forward_pass(unit):
+            pass
         kept = self._backward_order[: self.units_before_reshard + overlaps]
         self.forward = self._follower.plan or ForwardPlan(self._forward_order, kept)
         self._follower.record_plan(self.forward)
 
+    def _begin_forward_pass(self, unit: Unit) -> bool:
+        """Begin it, as `Follower.begin_pass`."""
+        follower, computes_gradients = self._follower, torch.is_grad_enabled()
+        if not computes_gradients or not self._forward_kinds or unit.index in self._roots:
+            follower.begin_iteration()
+        if computes_gradients:
+            self._roots[unit.index] = weakref.ref(unit)
+        if not any(each.gathers for each in self._find_units_inside(unit)):
+            return True
+        number = len(self._forward_kinds) if computes_gradients else -1
+        kind = ("forward", unit.index, number, _form_of(unit))
+        if 0 <= number < _MAX_FORWARDS:
+            self._forward_kinds.append(kind)
+        return follower.begin_pass(kind, FORWARD << KIND_SHIFT | unit.index << 1)
+
     def end_forward(self, units: list[Unit]) -> None:
         """Note the units of a forward, each once."""
         self._forward_order = list(map(weakref.ref, units))
+        self._follower.is_unfinished |= torch.is_grad_enabled()
 
     def end_backward(self, units: list[Unit]) -> None:
         """Note the units of a backward, each once."""
@@ -150,6 +161,7 @@ class PassPlanner:
         `is_last`: the last one of a step.
         """
         self.units_before_reshard = 0
+        self._follower.is_unfinished = False
         kinds, self._forward_kinds = tuple(self._forward_kinds), []
         if self._roots:  # none in a second backward of the same forwards
             self._backward_roots, self._roots = list(self._roots.values()), {}

@@ -4,13 +4,16 @@ end of a backward.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import numpy
 import torch
 
 from ..comm.communicator import Communicator
-from ..errors import InvalidUsage
+from ..errors import InvalidUsage, Mismatch
+from ..gradients.step_count import StepCount
 from ..gradients.streams import should_overlap
 from ..rendezvous.control import open_control
 from ..torch_compat import current_graph_task_id
@@ -72,6 +75,7 @@ class Scheduler:
         self.pool = BufferPool()
         self.host_copies = HostCopies()
         self.full_param_optimizers = OptimizerRegistry()
+        self.step_count = StepCount()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
@@ -135,8 +139,28 @@ class Scheduler:
         unit = self.registry.of(code)
         if kind_of(code) == GATHER:
             _join_all_gather(unit, masters=gathers_masters(code), post_forward=is_post_forward(code))
-        else:
+        elif self.graph_task is not None:
             self._reduce(unit)
+        else:
+            with self._dropping_gradients([unit]):
+                self._reduce(unit)
+
+    @contextlib.contextmanager
+    def _dropping_gradients(self, units: list[Unit]) -> Iterator[None]:
+        """Drop what reductions store inside the block, of an iteration that this rank has left: users
+        may have zeroed its gradients already.
+        """
+        shards = [param.shard for unit in units for param in unit.params]
+        kept = [None if shard.grad is None else shard.grad.clone() for shard in shards]
+        for shard in shards:
+            shard.grad = None
+        try:
+            yield
+            self._reductions.wait()
+            self.host_copies.wait()
+        finally:
+            for shard, grad in zip(shards, kept, strict=True):
+                shard.grad = grad
 
     def ensure_unsharded(self, unit: Unit) -> None:
         """Unshard a unit and register its full parameters, unless they are."""
@@ -175,7 +199,15 @@ class Scheduler:
         if self.depth == 0 and not in_backward:
             self._current_forward = []
             self.planner.begin_forward(unit, self.should_overlap)
+            if self.step_count.has_stepped:
+                self.step_count.begin(self.comm, *self._find_shard_comms())
         self.depth += 1
+
+    def _find_shard_comms(self) -> list[Communicator]:
+        """Return the communicators of the units' shards and replicas."""
+        ranks = [unit.ranks for unit in self.units]
+        found = {id(comm): comm for each in ranks for comm in (each.shard, each.replicas) if comm is not None}
+        return [comm for comm in found.values() if comm is not self.comm]
 
     def pre_forward(self, unit: Unit, in_backward: bool, *, prefetch: bool = True) -> None:
         """Unshard a unit for a forward that needs its parameters, and prefetch the next one."""
@@ -216,6 +248,9 @@ class Scheduler:
     def abort_backward(self) -> None:
         """Reset to a state in which a forward can begin, if the last backward did not end."""
         if self.graph_task is not None:
+            self.graph_task = None
+            with self._dropping_gradients(self.units):
+                self._reductions.wait()
             self.agreement.interrupt(True)
             self._reset()
 
@@ -223,6 +258,8 @@ class Scheduler:
         """Reset to a state in which a forward can begin, after an exception has left one."""
         self.depth -= 1
         if self.depth == 0 and not in_backward:
+            if isinstance(error, Mismatch):  # raised by all ranks, perhaps for their steps
+                self.step_count.reset()
             if not getattr(error, "known_to_all", False):
                 self.agreement.interrupt(torch.is_grad_enabled())
             self._reset()

@@ -86,7 +86,6 @@ def diverges(ctx):
     ways = {
         "another order": (USUAL, lambda m: step(m, ctx.rank, 0, (2, 0, 1)), "<Unit Linear"),
         "another branch": ((0, 1), lambda m: step(m, ctx.rank, 0, (0, 1, 2)), "<Unit Linear"),
-        "one more forward": (USUAL, lambda m: (loss_of(m, ctx.rank, USUAL), step(m, ctx.rank)), "<Unit Branches"),
         "an evaluation": (USUAL, evaluation, "<Unit Branches"),
         "one more gather": (USUAL, lambda m: m.branches[0].unshard(), "<Unit Linear"),
         "a state dict": (USUAL, lambda m: m.state_dict(), "gathers <Unit"),
@@ -225,15 +224,12 @@ def interrupted(ctx):
         others = evaluate if way is fails_evaluation else repeat
         others()
         raised = []
-        for at in range(4):
+        for at in range(3):
             try:
                 way() if last and not at else others()
             except (ValueError, RemoteError) as error:
-                raised.append(type(error).__name__)
-                if raised[-1] == "RemoteError":
-                    break
-        found["on one", way.__name__] = [] if raised == ["ValueError", "RemoteError"][not last :] else raised
-        dist.barrier()
+                raised.append((at, type(error).__name__))
+        found["on one", way.__name__] = [] if raised == [(0, "ValueError" if last else "RemoteError")] else raised
         repeat()
         found["after one", way.__name__] = equal(gradients(model), expects, close=ctx.size > 2)
     return found
@@ -330,7 +326,9 @@ def test_one_rank_that_evaluates_alone(count):
 
 
 def fails_at_the_end(ctx, options):
-    """An exception on the last rank, after its last reduction: it takes part in what the others exchange there."""
+    """An exception on the last rank, after its last reduction: it takes part in what the others exchange there. They
+    raise in that step, or if they have ended it, all raise in the next one.
+    """
     torch.manual_seed(3)
     net, last = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)), ctx.rank == ctx.size - 1
     state = collectives.HookState(**options) if options else None
@@ -345,22 +343,26 @@ def fails_at_the_end(ctx, options):
 
     for _ in range(4):
         backward()
-    with contextlib.suppress(ValueError):
-        if last:
-            backward(True)
-    raised = go_on(model, ctx.rank, [backward] if last else [backward, backward])
-    ctx.exchange("all know")
-    for _ in range(4):
-        backward()
-    return raised[:2]
+    raised = []
+    for at in range(6):
+        try:
+            backward(last and at == 0)
+        except (ValueError, RemoteError) as error:
+            raised.append((at, type(error).__name__, str(error)))
+    return raised
 
 
 @pytest.mark.parametrize(
     ("options", "env"), [({}, {}), ({"max_norm": 0.1}, {}), ({}, {"COLLECTIVES_CHECK": "1"})], ids=str
 )
 def test_an_exception_behind_the_last_reduction(options, env):
-    for kind, text in run_ranks(fails_at_the_end, 3, options, env=env):
-        assert kind == "RemoteError" and "interrupted by an exception" in text, (kind, text)
+    *others, last = run_ranks(fails_at_the_end, 3, options, env=env)
+    assert last[0][:2] == (0, "ValueError") and len(last) < 3, last
+    for raised in (*others, last[1:]):
+        assert all("interrupted by an exception" in text for _, _, text in raised), raised
+    lost = [{at for at, _, _ in raised} for raised in (*others, last)]
+    assert lost[2] in ({0}, {0, 1}) and all(each in ({0}, {1}, {0, 1}) for each in lost), lost
+    assert len({max(each) for each in lost}) == 1, lost  # in step after the same one
 
 
 # ---- Anything.

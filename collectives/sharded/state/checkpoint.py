@@ -23,6 +23,7 @@ from .checkpoint_reader import PARTIAL, CheckpointReader
 from .checkpoint_writer import CHECKSUMS, ChecksumWriter, RanksSavePlanner
 from .dist_wrapper import DistWrapper, get_module_scheduler, no_dist
 from .fqns import params_by_id
+from .manifest import flush_folder
 from .model import get_model_state_dict, set_model_state_dict
 from .optimizer import local_state_dict, optimizers_of, sharded_state
 
@@ -67,13 +68,13 @@ def save(
         _write(ranks, partial, model, optimizers, extra)
 
         def end() -> None:
-            _flush(partial)
+            flush_folder(partial)
             before = None
             if target.exists():
                 before = target.with_name(target.name + ".replaced")
                 target.rename(before)
             partial.rename(target)
-            _flush(target.parent)
+            flush_folder(target.parent)
             if before is not None:
                 shutil.rmtree(before)
 
@@ -99,15 +100,6 @@ def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
             )
 
     ranks.run_on_all("write its part of the checkpoint", write)
-
-
-def _flush(folder: Path) -> None:
-    """Have a directory's entries on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- Loading.
