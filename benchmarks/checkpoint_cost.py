@@ -1,7 +1,9 @@
-"""What a step pays for a checkpoint: the char-GPT in shards with a Checkpointer, with a blocking save and without, in turn.
+"""What a step pays for a checkpoint: the char-GPT in shards with a Checkpointer, with a blocking save
+and without, in turn.
 
 Rounds of steps on two ranks; one checkpoint at the first step of each round. The median of a step of each round by
-that of the round without one, and the seconds that `save` itself takes. Rows go to benchmarks/results/checkpoint_cost.jsonl.
+that of the round without one, and the seconds that `save` itself takes. Rows go to
+benchmarks/results/checkpoint_cost.jsonl.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint_cost.py
 """
