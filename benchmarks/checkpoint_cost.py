@@ -105,7 +105,6 @@ def main() -> None:
                     ),
                 }
             )  # fmt: skip
-            print(rows[-1], flush=True)
         append_rows([{**begun_with, **row} for row in rows], RESULTS / "checkpoint_cost.jsonl")
         shutil.rmtree(folder)
     comm.close()

@@ -43,7 +43,7 @@ Digest prove(const Digest& key, const char* role, int address, const Digest& cha
   std::string text = format("collectives %s %d ", role, address);
   text.append(reinterpret_cast<const char*>(challenge.data()), challenge.size());
   text.append(reinterpret_cast<const char*>(hello.data()), hello.size());
-  return hmac_sha256(key.data(), key.size(), text.data(), text.size());
+  return hmac_sha256(key.data(), key.size(), text.c_str(), text.size());  // data() of a string is of GCC 9
 }
 
 void nap_for(int64_t ns) {
