@@ -1,63 +1,27 @@
-"""States and sampler of `collectives.elastic` over Horovod's operations."""
+"""States of `collectives.elastic` over Horovod's operations."""
 
 from __future__ import annotations
 
-import torch
-
 from ... import elastic
-from ..basics import current, rank
-from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from ..operations import Max, allgather_async, allreduce_async, synchronize
+from ...elastic import StateHandler, get_handler_registry, set_handler_registry
+from .channel import CHANNEL
 
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState"]
-
-
-class HorovodChannel(elastic.Channel):
-    """Channel over the global process set; its calls are negotiated as the program's are."""
-
-    @property
-    def rank(self) -> int:
-        return rank()
-
-    @property
-    def size(self) -> int:
-        return current().size
-
-    def broadcast_object(self, value):
-        return broadcast_object(value)
-
-    def broadcast_module_state(self, state: dict) -> None:
-        broadcast_parameters(state, root_rank=0)
-
-    def broadcast_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        broadcast_optimizer_state(optimizer, root_rank=0)
-
-    def gather_numbers(self, numbers: list[int]) -> list[int]:
-        return synchronize(allgather_async(torch.tensor(numbers, dtype=torch.int64), _waits=True)).tolist()
-
-    def maximum(self, values: list[float]) -> list[float]:
-        return synchronize(allreduce_async(torch.tensor(values, dtype=torch.float64), op=Max, _waits=True)).tolist()
+__all__ = ["ObjectState", "State", "StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
 
 
 class State(elastic.State):
     """`collectives.elastic.State` over Horovod's operations."""
 
-    channel = HorovodChannel()
+    channel = CHANNEL
 
 
 class ObjectState(elastic.ObjectState):
     """`collectives.elastic.ObjectState` over Horovod's operations."""
 
-    channel = State.channel
+    channel = CHANNEL
 
 
 class TorchState(elastic.TorchState):
     """`collectives.elastic.TorchState` over Horovod's operations."""
 
-    channel = State.channel
-
-
-class ElasticSampler(elastic.ElasticSampler):
-    """`collectives.elastic.ElasticSampler` over Horovod's ranks."""
-
-    channel = State.channel
+    channel = CHANNEL
