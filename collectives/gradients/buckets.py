@@ -33,7 +33,6 @@ from .bucket_consensus import verify_same_buckets
 from .bucket_filler import BucketFiller
 from .compilation import compile_gradient_kernels
 from .round_flags import RoundFlags
-from .step_count import count_steps, find_step_count
 
 __all__ = ["BucketInfo", "GradientBuckets"]
 
@@ -101,7 +100,6 @@ class GradientBuckets:
         self._wanted_overlap = False if compressor is not None else overlap
         self._buckets = assign_buckets(members, caps)
         self._params = [param for _, param in members]
-        count_steps(self._params)
         compile_gradient_kernels(self._params, packs=True, wire=wire)
         self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {wire}"
         devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
@@ -317,8 +315,6 @@ class GradientBuckets:
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
         comm = self._comms.reducing[bucket.device]
-        if bucket is self._buckets[0] and (count := find_step_count(bucket.params[0])) is not None:
-            count.begin(comm)
         scaling = Scaling(divisor=comm.size if self._average else 0)
         if self._compressor is not None:
             self._sent += self._compressor.reduce(comm, bucket, scaling)

@@ -25,7 +25,6 @@ from ..torch_compat import current_graph_task_id
 from .bucket_gradients import BucketGradients
 from .ddp_checks import check_join
 from .pipeline import GradientPipeline
-from .step_count import find_step_count
 from .streams import CommStream, should_overlap
 
 __all__ = ["BucketError", "DDPReducer"]
@@ -144,8 +143,6 @@ class DDPReducer:
             self._end_interrupted(params[0])
         self._owner, self._task = weakref.ref(params[0]), current_graph_task_id()
         pipeline.begin_backward(comm, pipeline.options.streams)
-        if (count := find_step_count(params[0])) is not None:
-            count.begin(comm, *(each.comm for each in pipeline.comm_streams if each.comm is not comm))
         if comm is not self._comm:
             self._comm, self._overlaps = comm, comm._on_host and should_overlap(comm)
         step = pipeline.optimizer_step

@@ -12,8 +12,7 @@ import numpy
 import torch
 
 from ..comm.communicator import Communicator
-from ..errors import InvalidUsage, Mismatch
-from ..gradients.step_count import StepCount
+from ..errors import InvalidUsage
 from ..gradients.streams import should_overlap
 from ..rendezvous.control import open_control
 from ..torch_compat import current_graph_task_id
@@ -75,7 +74,6 @@ class Scheduler:
         self.pool = BufferPool()
         self.host_copies = HostCopies()
         self.full_param_optimizers = OptimizerRegistry()
-        self.step_count = StepCount()
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
@@ -199,15 +197,7 @@ class Scheduler:
         if self.depth == 0 and not in_backward:
             self._current_forward = []
             self.planner.begin_forward(unit, self.should_overlap)
-            if self.step_count.has_stepped:
-                self.step_count.begin(self.comm, *self._find_shard_comms())
         self.depth += 1
-
-    def _find_shard_comms(self) -> list[Communicator]:
-        """Return the communicators of the units' shards and replicas."""
-        ranks = [unit.ranks for unit in self.units]
-        found = {id(comm): comm for each in ranks for comm in (each.shard, each.replicas) if comm is not None}
-        return [comm for comm in found.values() if comm is not self.comm]
 
     def pre_forward(self, unit: Unit, in_backward: bool, *, prefetch: bool = True) -> None:
         """Unshard a unit for a forward that needs its parameters, and prefetch the next one."""
@@ -258,8 +248,6 @@ class Scheduler:
         """Reset to a state in which a forward can begin, after an exception has left one."""
         self.depth -= 1
         if self.depth == 0 and not in_backward:
-            if isinstance(error, Mismatch):  # raised by all ranks, perhaps for their steps
-                self.step_count.reset()
             if not getattr(error, "known_to_all", False):
                 self.agreement.interrupt(torch.is_grad_enabled())
             self._reset()

@@ -240,7 +240,6 @@ def post_load_state_dict(unit: Unit, module: nn.Module) -> None:
         write_back_params(unit.params)
     finally:
         unit.registration.restore()
-        unit.scheduler.step_count.reset()
 
 
 # ---- Torch's options.
