@@ -114,8 +114,8 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
             self._size = size
             self._lines = dict.fromkeys(range(1, size), self._own)
 
-        def _write_notes(self, want: int, reason: int) -> None:
-            super()._write_notes(want, reason)
+        def _write_notes(self, want: int, reason: int, progress: int) -> None:
+            super()._write_notes(want, reason, progress)
             line = (self.size_of(2) - self.size_of(1)) // 8
             for rank in range(1, self._size):
                 self._words[self._own + rank * line : self._own + (rank + 1) * line] = self._words[

@@ -43,8 +43,6 @@ EXCEPTIONS = {
         635, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
         835, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
-    "collectives/gradients/buckets.py: GradientBuckets": (
-        305, "a method for each call of a training loop, most of which are their docstrings"),
     "collectives/sharded/agreement.py: Agreement": (
         305, "a method for each thing that the ranks agree on"),
     "collectives/sharded/follower.py: Follower": (
