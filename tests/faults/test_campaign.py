@@ -23,7 +23,7 @@ def test_a_program_deviates(seed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [pytest.param(*each, marks=pytest.mark.sampled(one_in=3)) for each in ONCE_WRONG]
+    ("kind", "seed"), [pytest.param(*each, marks=pytest.mark.thorough) for each in ONCE_WRONG]
 )
 def test_what_has_once_gone_wrong(kind, seed):
     assert kind.run_trial(seed)["wrong"] == []
