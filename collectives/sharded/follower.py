@@ -331,8 +331,8 @@ class Follower:
         diverged = self.failed is Status.FAILED and kind_of(self._reason) != REMOTE
         self.failed, iteration = None, self.iteration
         self.follow_again(after_error=True)
-        if not diverged and iteration < max(self.board.progress) >> 1:
-            first = statuses.index(Status.INTERRUPTED) if Status.INTERRUPTED in statuses else self._rank
+        if Status.INTERRUPTED in statuses and not diverged and iteration < max(self.board.progress) >> 1:
+            first = statuses.index(Status.INTERRUPTED)
             raise remote_error(BEHIND.format(f"on rank {first}"), self._rank, first)
 
     def _raise_remote(self, rank: int) -> None:
