@@ -2,7 +2,7 @@
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
 N", "commit N", "sync N" or "init", "how": "kill", "exit" or "raise"}. WAY: "plain", "ddp" or "hvd".
-Each rank that finishes writes a line of JSON to OUT.
+LEAST: as many ranks take part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 WAY = os.environ.get("WAY", "plain")
 SAMPLES, BATCH, EPOCHS = 96, 2, int(os.environ.get("EPOCHS", "2"))
 PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds of a step
+LEAST = int(os.environ.get("LEAST", "1"))  # ranks that an epoch's end waits for
 reached = {"step": 0, "commit": 0, "sync": 0, "init": 0}
 
 
@@ -82,6 +83,9 @@ def train_with(state, model, optimizer, data, target, reduce_counts, average):
             if number % 2:
                 commit()
         commit()
+        while elastic.communicator().size < LEAST:  # until those that were started again join, at a commit
+            time.sleep(0.05)
+            state.commit()
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
         state.commit()
