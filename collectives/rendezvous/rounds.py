@@ -28,9 +28,9 @@ from ..comm.waiting import first_line, format_ranks
 from ..errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
 from ..secret import seal, unseal
 
-__all__ = ["Member", "Round", "Rounds", "find_rounds"]
+__all__ = ["RANKS_VARIABLE", "STORE_VARIABLE", "Member", "Round", "Rounds", "find_rounds", "open_store"]
 
-_STORE, _RANKS = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
+STORE_VARIABLE, RANKS_VARIABLE = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
 _SECONDS = 60.0  # of the store's own calls
 _LEAST_PAUSE, _MOST_PAUSE = 2e-3, 5e-2
 _MAX_MEMBERS = 1 << 16
@@ -124,6 +124,14 @@ class Rounds:
         """Note that the job has ended: a process that still wants to join gets `Aborted`."""
         self._set("done", b"1")
 
+    def has_ended(self) -> bool:
+        """Return whether the job has ended."""
+        return self._check("done")
+
+    def has_begun(self) -> bool:
+        """Return whether there was a round."""
+        return self._check("newest")
+
     def report_death(self, process: str) -> None:
         """Note that a process has ended, for ranks on other nodes. The launcher calls it."""
         self._set(f"dead/{process}", b"1")
@@ -173,8 +181,14 @@ class Rounds:
         while True:
             if (order := self._closed(number)) is not None:
                 return order
-            if self._check("done"):
+            if self.has_ended():
                 raise Aborted("the job has ended: there is nothing to join any more", op="init")
+            if self._check(f"dead/{this_process()}"):
+                raise Aborted(
+                    "this process counts as dead, since its launcher has ended or did not answer: the others go on "
+                    "without it",
+                    op="init",
+                )
             late = time.monotonic() >= deadline
             order, missing = self._propose(number, expected, late and not waits)
             late = late and not (waits and missing)
@@ -302,20 +316,29 @@ def find_rounds(environ: Mapping[str, str] | None = None) -> Rounds | None:
     launcher's store can't be reached.
     """
     environ = os.environ if environ is None else environ
-    place, ranks = environ.get(_STORE), environ.get(_RANKS, "")
+    place, ranks = environ.get(STORE_VARIABLE), environ.get(RANKS_VARIABLE, "")
     if not place:
         return None
     host, _, port = place.rpartition(":")
     numbers = ranks.split(":")
     if not host or not port.isdigit() or len(numbers) != 3 or not all(map(str.isdigit, numbers)):
-        raise InvalidArgument(f"{_STORE}={place}, {_RANKS}={ranks}: they must be HOST:PORT and START:MIN:MAX")
+        raise InvalidArgument(f"{STORE_VARIABLE}={place}, {RANKS_VARIABLE}={ranks}: they must be HOST:PORT and START:MIN:MAX")
     start, least, most = map(int, numbers)
     if not 0 < least <= start <= most:
-        raise InvalidArgument(f"{_RANKS}={ranks}: it takes 0 < MIN <= START <= MAX")
+        raise InvalidArgument(f"{RANKS_VARIABLE}={ranks}: it takes 0 < MIN <= START <= MAX")
+    return Rounds(open_store(host, int(port), False), start, least, most)
+
+
+def open_store(host: str, port: int, serves: bool) -> dist.TCPStore:
+    """Open the store of an elastic job: serve it (port 0: any), or connect to it.
+
+    Raises `TransportError` where that isn't possible; it waits a minute for one that is not served yet.
+    """
+    limit = timedelta(seconds=_SECONDS)
     try:
-        store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=_SECONDS), wait_for_workers=False)
+        return dist.TCPStore("localhost" if serves else host, port, None, serves, limit, wait_for_workers=False)
     except RuntimeError as error:
+        what = "served" if serves else "reached"
         raise TransportError(
-            f"the elastic launcher's store at {place} can't be reached: {first_line(error)}", op="init"
+            f"the elastic job's store at {host}:{port} can't be {what}: {first_line(error)}", op="init"
         ) from error
-    return Rounds(store, start, least, most)

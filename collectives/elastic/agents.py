@@ -1,0 +1,178 @@
+"""Agents of an elastic job under torchrun: which of them live, and what they have agreed on.
+
+There is one on each node, and any of them may end, or come, at any time. They know of each other
+by the job's store. Each has a number, the lowest that is free, and writes a record again and again
+while it lives. One whose record stays the same for too long counts as dead, and its workers with it:
+its node may be gone, so that nobody else can report that.
+
+Keys, below ``agents``: ``terms``: the first agent's; ``N/owner``: the token of the agent that has
+number N, empty where it is free again; ``record/TOKEN``: its record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from ..comm.waiting import first_line
+from ..environment import read_label
+from ..errors import InvalidArgument, TransportError
+from ..rendezvous.rounds import Rounds
+from ..secret import seal, unseal
+
+__all__ = ["Agents", "Record"]
+
+_LOG = logging.getLogger("collectives.elastic")
+
+
+@dataclass(frozen=True)
+class Record:
+    """An agent's record: its name for messages, how many of its workers run or are started, those
+    workers as `liveness.identify_process` names them, and a count that grows.
+    """
+
+    name: str
+    ranks: int
+    workers: tuple[str, ...] = ()
+    beats: int = 0
+
+
+class Agents:
+    """The agents of one job, as one of them knows them.
+
+    ``rounds``: of the job; ``most``: how many there may be; ``ranks``: workers of each; ``interval``:
+    seconds between two records; ``limit``: seconds after which an unchanged one is a dead agent's.
+    All methods raise `TransportError` where the store is gone.
+    """
+
+    def __init__(self, store: dist.Store, rounds: Rounds, most: int, ranks: int, interval: float, limit: float):
+        self._store = dist.PrefixStore("agents", store)
+        self._rounds, self._most = rounds, most
+        self._interval, self._limit = interval, limit
+        self.number: int | None = None
+        self._token = ""
+        self._record = Record(f"{read_label('COLLECTIVES_HOST_ID') or socket.gethostname()}:{os.getpid()}", ranks)
+        self._ranks = ranks
+        self._written = self._watched = 0.0
+        self._known = 0  # numbers that have ever been taken
+        self._changes: dict[str, tuple[bytes, float]] = {}  # of each token: its record, and since when
+
+    def agree(self, terms: Mapping[str, object]) -> None:
+        """Compare this agent's terms with the first one's. Raises `InvalidArgument` where they differ."""
+        own = seal(json.dumps(dict(terms)).encode(), "agents/terms").hex()
+        first = json.loads(unseal(bytes.fromhex(self._call("compare_set", "terms", "", own).decode()), "agents/terms"))
+        wrong = [f"{name} {value} and not {first.get(name)}" for name, value in terms.items() if value != first.get(name)]
+        if wrong:
+            raise InvalidArgument(f"this torchrun has {', '.join(wrong)} as the job's first one")
+
+    def enter(self) -> bool:
+        """Take the lowest free number; return False where there is none."""
+        token = secrets.token_hex(8)
+        for number in range(self._most):
+            if self._call("compare_set", f"{number}/owner", "", token).decode() == token:
+                self.number, self._token = number, token
+                self._write(self._ranks, ())
+                return True
+        return False
+
+    def keep_alive(self, workers: Sequence[str] | None = None) -> bool:
+        """Write the record again and look after other agents, where it is time for that.
+
+        ``workers``: those that run; None: they are still to be started. Returns False where other
+        agents have counted this one as dead.
+        """
+        now, workers = time.monotonic(), None if workers is None else tuple(workers)
+        if self.number is not None and self._is_due(workers, now):
+            if self._owner(self.number) != self._token:
+                self.number = None
+                return False
+            self._write(self._ranks if workers is None else len(workers), workers or ())
+        if now - self._watched >= self._interval:
+            self._watched = now
+            self._watch(now)
+        return True
+
+    def others(self) -> list[Record]:
+        """Return the records of the other agents."""
+        found = [self._read(token) for number, token in self._owners() if number != self.number]
+        return [_parse_record(raw) for raw in found if raw is not None]
+
+    def leave(self) -> None:
+        """Give the number back."""
+        if self.number is not None:
+            number, self.number = self.number, None
+            self._call("compare_set", f"{number}/owner", self._token, "")
+
+    # ---- The parts.
+
+    def _is_due(self, workers: tuple[str, ...] | None, now: float) -> bool:
+        return now - self._written >= self._interval or (workers is not None and workers != self._record.workers)
+
+    def _write(self, ranks: int, workers: tuple[str, ...]) -> None:
+        self._record = Record(self._record.name, ranks, workers, self._record.beats + 1)
+        key = f"record/{self._token}"
+        self._call("set", key, seal(json.dumps(asdict(self._record)).encode(), f"agents/{key}"))
+        self._written = time.monotonic()
+
+    def _watch(self, now: float) -> None:
+        """Look for dead agents, from the next number on to the first one that lives."""
+        owners = self._owners()
+        start = -1 if self.number is None else self.number
+        for number, token in [each for each in owners if each[0] > start] + [each for each in owners if each[0] < start]:
+            raw = self._read(token) or b""
+            before = self._changes.get(token)
+            if before is None or before[0] != raw:
+                self._changes[token] = raw, now
+            elif now - before[1] >= self._limit:
+                self._bury(number, token, raw)
+                continue
+            if self.number is not None:  # it looks after the next one itself
+                break
+
+    def _bury(self, number: int, token: str, raw: bytes) -> None:
+        """Report the workers of an agent that is dead, and free its number."""
+        record = _parse_record(raw)
+        for worker in record.workers:
+            self._rounds.report_death(worker)
+        if self._call("compare_set", f"{number}/owner", token, "").decode() == "":
+            _LOG.warning(
+                "collectives: agent %d (%s) has not been heard of for %g s: it and its %d workers count as dead",
+                number, record.name, self._limit, len(record.workers),
+            )  # fmt: skip
+
+    def _owners(self) -> list[tuple[int, str]]:
+        """Return the numbers that are taken, and their tokens."""
+        while self._known < self._most and self._call("check", [f"{self._known}/owner"]):
+            self._known += 1
+        owners = [(number, self._owner(number)) for number in range(self._known)]
+        return [(number, token) for number, token in owners if token]
+
+    def _owner(self, number: int) -> str:
+        return self._call("get", f"{number}/owner").decode("utf-8", "replace")
+
+    def _read(self, token: str) -> bytes | None:
+        key = f"record/{token}"
+        return unseal(self._call("get", key), f"agents/{key}") if self._call("check", [key]) else None
+
+    def _call(self, method: str, *arguments):
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as error:
+            raise TransportError(f"the store of the elastic job is gone: {first_line(error)}", op="torchrun") from error
+
+
+def _parse_record(raw: bytes) -> Record:
+    """Return an agent's record; an empty one where it is none, or has not been written yet."""
+    try:
+        values = json.loads(raw)
+        return Record(str(values["name"]), int(values["ranks"]), tuple(map(str, values["workers"])), int(values["beats"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Record("unknown", 0)
