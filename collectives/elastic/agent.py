@@ -128,9 +128,9 @@ class ElasticAgent(LocalElasticAgent):
         self._watched, self._failures, self._lost = self._pcontext, {}, False
         life = worker_group.spec.max_restarts - self._remaining_restarts
         self._running = [
-            _Running(worker.local_rank, worker.global_rank, self._pcontext.subprocess_handlers[worker.local_rank], life=life)
-            for worker in worker_group.workers
-        ]  # fmt: skip
+            _Running(each.local_rank, each.global_rank, self._pcontext.subprocess_handlers[each.local_rank], life=life)
+            for each in worker_group.workers
+        ]
 
     def _take_end(self, worker_group, worker: _Running, code: int) -> None:
         if code == 0:

@@ -67,9 +67,10 @@ class Agents:
 
     def agree(self, terms: Mapping[str, object]) -> None:
         """Compare this agent's terms with the first one's. Raises `InvalidArgument` where they differ."""
-        own = seal(json.dumps(dict(terms)).encode(), "agents/terms").hex()
-        first = json.loads(unseal(bytes.fromhex(self._call("compare_set", "terms", "", own).decode()), "agents/terms"))
-        wrong = [f"{name} {value} and not {first.get(name)}" for name, value in terms.items() if value != first.get(name)]
+        mine = seal(json.dumps(dict(terms)).encode(), "agents/terms").hex()
+        found = bytes.fromhex(self._call("compare_set", "terms", "", mine).decode())
+        first = json.loads(unseal(found, "agents/terms"))
+        wrong = [f"{name} {own} and not {first.get(name)}" for name, own in terms.items() if own != first.get(name)]
         if wrong:
             raise InvalidArgument(f"this torchrun has {', '.join(wrong)} as the job's first one")
 
@@ -126,7 +127,10 @@ class Agents:
         """Look for dead agents, from the next number on to the first one that lives."""
         owners = self._owners()
         start = -1 if self.number is None else self.number
-        for number, token in [each for each in owners if each[0] > start] + [each for each in owners if each[0] < start]:
+        owners.sort(key=lambda each: (each[0] <= start, each[0]))
+        for number, token in owners:
+            if number == start:
+                continue
             raw = self._read(token) or b""
             before = self._changes.get(token)
             if before is None or before[0] != raw:
@@ -173,6 +177,7 @@ def _parse_record(raw: bytes) -> Record:
     """Return an agent's record; an empty one where it is none, or has not been written yet."""
     try:
         values = json.loads(raw)
-        return Record(str(values["name"]), int(values["ranks"]), tuple(map(str, values["workers"])), int(values["beats"]))
+        workers = tuple(map(str, values["workers"]))
+        return Record(str(values["name"]), int(values["ranks"]), workers, int(values["beats"]))
     except (ValueError, TypeError, KeyError, RecursionError):
         return Record("unknown", 0)

@@ -322,7 +322,9 @@ def find_rounds(environ: Mapping[str, str] | None = None) -> Rounds | None:
     host, _, port = place.rpartition(":")
     numbers = ranks.split(":")
     if not host or not port.isdigit() or len(numbers) != 3 or not all(map(str.isdigit, numbers)):
-        raise InvalidArgument(f"{STORE_VARIABLE}={place}, {RANKS_VARIABLE}={ranks}: they must be HOST:PORT and START:MIN:MAX")
+        raise InvalidArgument(
+            f"{STORE_VARIABLE}={place}, {RANKS_VARIABLE}={ranks}: they must be HOST:PORT and START:MIN:MAX"
+        )
     start, least, most = map(int, numbers)
     if not 0 < least <= start <= most:
         raise InvalidArgument(f"{RANKS_VARIABLE}={ranks}: it takes 0 < MIN <= START <= MAX")
