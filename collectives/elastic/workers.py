@@ -106,12 +106,15 @@ def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, s
                 done = True
                 _notify(rounds.end, log)
                 continue
-            _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
+            gone = not _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
             if done:  # it waited to join, or was cut off while the others ended
                 failure = failure or (0 if worker.life else _exit_code(code))
                 continue
             how, who = describe_end(code), f"rank {worker.rank} (process {worker.process.pid})"
-            if restarts > 0:
+            if gone:
+                log(f"{who} {how}; the job has ended with its store")
+                failure = failure or _exit_code(code)
+            elif restarts > 0:
                 restarts -= 1
                 log(f"{who} {how}; it is started again, {restarts} times more")
                 workers.append(_Worker(job, worker.local_rank, port, os.environ, worker.life + 1))
@@ -134,12 +137,14 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _notify(call, log) -> None:
-    """Write to the store; one that is gone, as another node's launcher has ended, is only logged."""
+def _notify(call, log) -> bool:
+    """Write to the store; return whether it is there: it isn't when node 0's launcher has ended."""
     try:
         call()
     except CollectivesError as error:
         log(str(error))
+        return False
+    return True
 
 
 def _end(workers: list[_Worker]) -> None:
