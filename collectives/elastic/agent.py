@@ -21,6 +21,7 @@ from torch.distributed.launcher import api as launcher
 
 from ..comm.liveness import identify_process
 from ..errors import InvalidArgument, TransportError
+from ..rendezvous.launcher_store import StoreMoved
 from ..torch_patches import patch_attribute
 from .agent_rendezvous import BACKEND, AgentRendezvous
 from .workers import describe_end
@@ -74,6 +75,7 @@ class ElasticAgent(LocalElasticAgent):
         self._failures: dict[int, ProcessFailure] = {}  # of workers that are not started again
         self._lost = False  # one of them failed while the job was running
         self._store_gone: tuple[float, TransportError] | None = None  # since when, and the error
+        self._moves = 0  # of the store, that this agent has followed
 
     # ---- What torch's loop calls.
 
@@ -97,9 +99,12 @@ class ElasticAgent(LocalElasticAgent):
                 if code is not None:
                     self._running.remove(worker)
                     self._take_end(worker_group, worker, code)
+            self._follow_store()
             if not self._job.agents.keep_alive([worker.identity for worker in self._running]):
                 return self._enter_again()
             return self._judge(worker_group)
+        except StoreMoved:
+            return RunResult(WorkerState.HEALTHY)  # the next call follows it
         except TransportError as error:
             return self._go_on_without_store(worker_group, error)
 
@@ -158,9 +163,10 @@ class ElasticAgent(LocalElasticAgent):
         """Start a worker's program again, in its environment and with its files for what it prints."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._pcontext.error_files[worker.local_rank])  # the next failure may write none
-        life = worker.life + 1
+        life, (host, _, port) = worker.life + 1, self._job.store.place.rpartition(":")
         env = {
             **os.environ, **self._pcontext.envs[worker.local_rank], "TORCHELASTIC_RESTART_COUNT": str(life),
+            "MASTER_ADDR": host, "MASTER_PORT": port,
         }  # fmt: skip
         handler = worker.handler
         handler.proc = handler._popen(handler.proc.args, env)
@@ -168,6 +174,13 @@ class ElasticAgent(LocalElasticAgent):
         self._running.append(_Running(worker.local_rank, worker.rank, handler, life=life))
 
     # ---- What follows for the job.
+
+    def _follow_store(self) -> None:
+        """Enter the job's store anew where it has moved."""
+        moves = self._job.store.moves
+        if self._moves != moves:
+            self._job.renew([worker.identity for worker in self._running])
+            self._moves = moves
 
     def _judge(self, worker_group) -> RunResult:
         """Return the state of this node's workers."""
@@ -212,4 +225,4 @@ class ElasticAgent(LocalElasticAgent):
         raise RendezvousConnectionError(f"{first}: {self._server()} has ended, and with it the job") from error
 
     def _server(self) -> str:
-        return f"the agent that served it at {self._job.place}"
+        return f"the agent that served it at {self._job.store.place}"

@@ -6,8 +6,10 @@ Unlike torch's own it only brings the agents together: their workers agree on ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Sequence
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -22,7 +24,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from ..comm.multinode.topology import find_route, is_loopback
 from ..errors import InvalidArgument, TransportError
-from ..rendezvous.rounds import RANKS_VARIABLE, STORE_VARIABLE, Rounds, open_store
+from ..rendezvous.launcher_store import LauncherStore, connect, open_store
+from ..rendezvous.rounds import RANKS_VARIABLE, STORE_VARIABLE, Rounds
 from .agents import Agents
 
 __all__ = ["BACKEND", "AgentRendezvous"]
@@ -31,32 +34,38 @@ BACKEND = "collectives"
 _DEFAULT_PORT = 29400  # of torch's c10d backend
 _JOIN_SECONDS, _ALIVE_SECONDS, _ALIVE_ATTEMPTS = 600, 1, 10
 _POLL_S = 0.05
+_TRY_S = 1.0  # to connect to a store that may not be served
 
 
 class AgentRendezvous(RendezvousHandler):
     """torchrun's handler for ``--rdzv-backend collectives``.
 
     ``params``: torchrun's. Of ``--rdzv-conf`` it takes ``is_host``, ``join_timeout``,
-    ``keep_alive_interval`` and ``keep_alive_max_attempt`` with the meaning that they have for c10d,
-    and ``min_ranks``. ``ranks``, workers of this node, is set by the agent.
+    ``keep_alive_interval`` and ``keep_alive_max_attempt`` with the meaning that they have for c10d;
+    ``min_ranks``, and ``standby``: places of stores that take the first one's place, HOST:PORT, with
+    "/" between several. ``ranks``, workers of this node, is set by the agent.
     """
 
     def __init__(self, params: RendezvousParameters):
         self._params = params
         self.least_nodes, self._most_nodes = params.min_nodes, params.max_nodes
-        self.host, self._port = parse_rendezvous_endpoint(
-            params.endpoint or ("localhost:0" if params.max_nodes == 1 else ""), default_port=_DEFAULT_PORT
-        )
-        self.place = f"{self.host}:{self._port}"
+        first = params.endpoint or ("localhost:0" if params.max_nodes == 1 else "")
+        standby = filter(None, (params.get("standby") or "").split("/"))
+        self._places = ["%s:%d" % parse_rendezvous_endpoint(each, _DEFAULT_PORT) for each in (first, *standby)]
+        self._served: dict[str, object] = {}  # stores that this process serves, by their places
         self._join_seconds = self._read("join_timeout", _JOIN_SECONDS)
         interval = self._read("keep_alive_interval", _ALIVE_SECONDS)
         self.alive = interval, interval * self._read("keep_alive_max_attempt", _ALIVE_ATTEMPTS)
         self.ranks = 1
-        self.serves = False
         self.late = False
         self.rounds: Rounds | None = None
         self.agents: Agents | None = None
-        self._store = None
+        self.store: LauncherStore | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store that the job uses."""
+        return self.store.place in self._served
 
     def _read(self, name: str, default: int) -> int:
         value = self._params.get_as_int(name, default)
@@ -89,10 +98,21 @@ class AgentRendezvous(RendezvousHandler):
             number = self._enter()
         except TransportError as error:
             raise RendezvousConnectionError(str(error)) from error
-        os.environ[STORE_VARIABLE] = self.place
         os.environ[RANKS_VARIABLE] = f"{self.rounds.start}:{self.rounds.least}:{self.rounds.most}"
-        place = RendezvousStoreInfo(self.host, self._port)
-        return RendezvousInfo(self._store, number, max(number + 1, self.least_nodes), place)
+        host, port = self._set_places()
+        size = max(number + 1, self.least_nodes)
+        return RendezvousInfo(self.store.prefixed("agents"), number, size, RendezvousStoreInfo(host, int(port)))
+
+    def renew(self, workers: Sequence[str]) -> None:
+        """Enter the store to which the job's has moved. ``workers``: those that run."""
+        self.agents.renew(workers)
+        self._set_places()
+
+    def _set_places(self) -> tuple[str, str]:
+        """Set the variable by which workers that are started find the store; return its host and port."""
+        os.environ[STORE_VARIABLE] = ",".join(self.store.places[self.store.index :])
+        host, _, port = self.store.place.rpartition(":")
+        return host, port
 
     def is_closed(self) -> bool:
         return self.rounds is not None and self.rounds.has_ended()
@@ -114,30 +134,46 @@ class AgentRendezvous(RendezvousHandler):
         least = self._read("min_ranks", start)
         if least > start:
             raise InvalidArgument(f"--rdzv-conf min_ranks={least}: {start} ranks start")
-        self._store, self.serves = self._open_store()
-        self._port = self._store.port
-        self.place = f"{self.host}:{self._port}"
-        self.rounds = Rounds(self._store, start, least, self._most_nodes * self.ranks)
-        agents = Agents(self._store, self.rounds, self._most_nodes, self.ranks, *self.alive)
+        self.store = self._open_store()
+        self.rounds = Rounds(self.store, start, least, self._most_nodes * self.ranks)
+        agents = Agents(self.store, self.rounds, self._most_nodes, self.ranks, *self.alive)
         agents.agree({
             "--rdzv-id": self.get_run_id(), "--nnodes": f"{self.least_nodes}:{self._most_nodes}",
             "--nproc-per-node": self.ranks, "min_ranks": least,
         })  # fmt: skip
         self.agents = agents
 
-    def _open_store(self):
-        """Return the job's store, and whether this process serves it."""
-        serves = asked = self._params.get_as_bool("is_host")
+    def _open_store(self) -> LauncherStore:
+        """Serve the job's stores whose places are on this node, and return the one that is used."""
+        places = self._places
+        for place in places[1:]:
+            self._serve(place, asked=None)
+        if len(places) > 1:  # a job that runs already may have left the first one
+            for index, place in enumerate(places[1:], 1):
+                with contextlib.suppress(TransportError):
+                    store = LauncherStore(open_store(place, False, _TRY_S), places, index)
+                    if store.has_moved:
+                        return store
+        if (port := self._serve(places[0], self._params.get_as_bool("is_host"))) is not None:
+            places[0] = f"{places[0].rpartition(':')[0]}:{port}"
+        return connect(places)
+
+    def _serve(self, place: str, asked: bool | None) -> int | None:
+        """Serve a store where this is its node and no other process does; return its port, else None."""
         if asked is None:
-            own, there = find_route(self.host)
-            serves = bool(there) and (own == there or is_loopback(there))
-        if serves:
-            try:
-                return open_store(self.host, self._port, True), True
-            except TransportError:
-                if asked:
-                    raise
-        return open_store(self.host, self._port, False), False  # another agent of this machine serves it
+            own, there = find_route(place.rpartition(":")[0])
+            if not there or (own != there and not is_loopback(there)):
+                return None
+        elif not asked:
+            return None
+        try:
+            store = open_store(place, True)
+        except TransportError:
+            if asked:
+                raise
+            return None  # another agent of this machine serves it
+        self._served[f"{place.rpartition(':')[0]}:{store.port}"] = store
+        return store.port
 
     def _enter(self) -> int:
         agents, rounds = self.agents, self.rounds
@@ -145,7 +181,7 @@ class AgentRendezvous(RendezvousHandler):
         self.late = rounds.has_begun()
         while True:
             if rounds.has_ended():
-                raise RendezvousClosedError(f"the elastic job at {self.place} has ended: nobody can join any more")
+                raise RendezvousClosedError(f"the elastic job at {self.store.place} has ended: nobody can join any more")
             if agents.number is None:
                 agents.enter()
             agents.keep_alive()
@@ -156,7 +192,7 @@ class AgentRendezvous(RendezvousHandler):
                 agents.leave()
                 text = f"{there + 1} of at least {self.least_nodes} agents have" if entered else f"{there} others have"
                 raise RendezvousTimeoutError(
-                    f"{text} come to the elastic job at {self.place} after {self._join_seconds} s"
+                    f"{text} come to the elastic job at {self.store.place} after {self._join_seconds} s"
                     + ("" if entered else f", which are all that --nnodes {self.least_nodes}:{self._most_nodes} allows")
                 )
             time.sleep(_POLL_S)

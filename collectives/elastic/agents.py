@@ -7,6 +7,9 @@ its node may be gone, so that nobody else can report that.
 
 Keys, below ``agents``: ``terms``: the first agent's; ``N/owner``: the token of the agent that has
 number N, empty where it is free again; ``record/TOKEN``: its record.
+
+Where the job's store has moved to another place the agents enter that one. Members of the newest
+round that are no agent's workers then count as dead after the same time.
 """
 
 from __future__ import annotations
@@ -20,11 +23,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-
-from ..comm.waiting import first_line
 from ..environment import read_label
-from ..errors import InvalidArgument, TransportError
+from ..errors import InvalidArgument
+from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.rounds import Rounds
 from ..secret import seal, unseal
 
@@ -50,11 +51,12 @@ class Agents:
 
     ``rounds``: of the job; ``most``: how many there may be; ``ranks``: workers of each; ``interval``:
     seconds between two records; ``limit``: seconds after which an unchanged one is a dead agent's.
-    All methods raise `TransportError` where the store is gone.
+    All methods raise `TransportError` where the store is gone, and `StoreMoved` where it has moved:
+    then call `renew`.
     """
 
-    def __init__(self, store: dist.Store, rounds: Rounds, most: int, ranks: int, interval: float, limit: float):
-        self._store = dist.PrefixStore("agents", store)
+    def __init__(self, store: LauncherStore, rounds: Rounds, most: int, ranks: int, interval: float, limit: float):
+        self._store = store
         self._rounds, self._most = rounds, most
         self._interval, self._limit = interval, limit
         self.number: int | None = None
@@ -64,9 +66,12 @@ class Agents:
         self._written = self._watched = 0.0
         self._known = 0  # numbers that have ever been taken
         self._changes: dict[str, tuple[bytes, float]] = {}  # of each token: its record, and since when
+        self._terms: dict[str, object] = {}
+        self._strays_due: float | None = None
 
     def agree(self, terms: Mapping[str, object]) -> None:
         """Compare this agent's terms with the first one's. Raises `InvalidArgument` where they differ."""
+        self._terms = dict(terms)
         mine = seal(json.dumps(dict(terms)).encode(), "agents/terms").hex()
         found = bytes.fromhex(self._call("compare_set", "terms", "", mine).decode())
         first = json.loads(unseal(found, "agents/terms"))
@@ -74,10 +79,19 @@ class Agents:
         if wrong:
             raise InvalidArgument(f"this torchrun has {', '.join(wrong)} as the job's first one")
 
-    def enter(self) -> bool:
-        """Take the lowest free number; return False where there is none."""
+    def renew(self, workers: Sequence[str]) -> None:
+        """Enter a store to which the job's has moved, with the number from before where that is free."""
+        number, self.number = self.number, None
+        self._known, self._changes = 0, {}
+        self.agree(self._terms)
+        if self.enter(number):
+            self._write(len(workers), tuple(workers))
+        self._strays_due = time.monotonic() + self._limit
+
+    def enter(self, first: int | None = None) -> bool:
+        """Take the lowest free number, or the ``first`` one; return False where there is none."""
         token = secrets.token_hex(8)
-        for number in range(self._most):
+        for number in [*([] if first is None else [first]), *range(self._most)]:
             if self._call("compare_set", f"{number}/owner", "", token).decode() == token:
                 self.number, self._token = number, token
                 self._write(self._ranks, ())
@@ -99,6 +113,8 @@ class Agents:
         if now - self._watched >= self._interval:
             self._watched = now
             self._watch(now)
+            if self._strays_due is not None and now >= self._strays_due:
+                self._report_strays(workers or ())
         return True
 
     def others(self) -> list[Record]:
@@ -152,6 +168,18 @@ class Agents:
                 number, record.name, self._limit, len(record.workers),
             )  # fmt: skip
 
+    def _report_strays(self, own: tuple[str, ...]) -> None:
+        """Report the members of the newest round whose agent has not come to the new store."""
+        members = self._rounds.newest_processes()
+        if members is None:
+            return
+        self._strays_due = None
+        strays = set(members).difference(own, *(record.workers for record in self.others()))
+        for process in strays:
+            self._rounds.report_death(process)
+        if strays:
+            _LOG.warning("collectives: %d ranks have no agent any more, and count as dead", len(strays))
+
     def _owners(self) -> list[tuple[int, str]]:
         """Return the numbers that are taken, and their tokens."""
         while self._known < self._most and self._call("check", [f"{self._known}/owner"]):
@@ -167,10 +195,7 @@ class Agents:
         return unseal(self._call("get", key), f"agents/{key}") if self._call("check", [key]) else None
 
     def _call(self, method: str, *arguments):
-        try:
-            return getattr(self._store, method)(*arguments)
-        except RuntimeError as error:
-            raise TransportError(f"the store of the elastic job is gone: {first_line(error)}", op="torchrun") from error
+        return self._store.call("agents", method, *arguments)
 
 
 def _parse_record(raw: bytes) -> Record:

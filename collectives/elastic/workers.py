@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ..comm.liveness import identify_process
 from ..errors import CollectivesError
-from ..rendezvous.rounds import RANKS_VARIABLE, STORE_VARIABLE, Rounds, open_store
+from ..rendezvous.launcher_store import LauncherStore, open_store
+from ..rendezvous.rounds import RANKS_VARIABLE, STORE_VARIABLE, Rounds
 
 __all__ = ["ElasticJob", "describe_end", "launch"]
 
@@ -75,8 +76,8 @@ def launch(job: ElasticJob, log=None) -> int:
     ``log``: a function of one line. Raises `TransportError` where the store can't be opened.
     """
     log = log or (lambda text: print(f"collectives.run: {text}", file=sys.stderr, flush=True))
-    store = open_store(job.host, job.port, serves=job.node == 0)
-    rounds = Rounds(store, job.start, job.least, job.most)
+    store = open_store(f"{job.host}:{job.port}", job.node == 0)
+    rounds = Rounds(LauncherStore(store, [f"{job.host}:{store.port}"]), job.start, job.least, job.most)
     workers = [_Worker(job, number, store.port, os.environ, 0) for number in range(job.ranks)]
     stopped: list[int] = []
     before = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in _SIGNALS}
