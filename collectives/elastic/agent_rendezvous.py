@@ -51,7 +51,8 @@ class AgentRendezvous(RendezvousHandler):
         self.least_nodes, self._most_nodes = params.min_nodes, params.max_nodes
         first = params.endpoint or ("localhost:0" if params.max_nodes == 1 else "")
         standby = filter(None, (params.get("standby") or "").split("/"))
-        self._places = ["%s:%d" % parse_rendezvous_endpoint(each, _DEFAULT_PORT) for each in (first, *standby)]
+        places = [parse_rendezvous_endpoint(each, _DEFAULT_PORT) for each in (first, *standby)]
+        self._places = [f"{host}:{port}" for host, port in places]
         self._served: dict[str, object] = {}  # stores that this process serves, by their places
         self._join_seconds = self._read("join_timeout", _JOIN_SECONDS)
         interval = self._read("keep_alive_interval", _ALIVE_SECONDS)
@@ -181,7 +182,7 @@ class AgentRendezvous(RendezvousHandler):
         self.late = rounds.has_begun()
         while True:
             if rounds.has_ended():
-                raise RendezvousClosedError(f"the elastic job at {self.store.place} has ended: nobody can join any more")
+                raise RendezvousClosedError(f"the elastic job at {self.store.place} has ended: nobody can join it")
             if agents.number is None:
                 agents.enter()
             agents.keep_alive()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -194,6 +195,30 @@ def test_the_store_ends_with_its_agent(job):
     text = (job.folder / "agent1").read_text()
     assert "the launcher's store of the elastic job is gone" in text  # the workers' error
     assert f"the agent that served it at 127.0.0.1:{job.port} has ended, and with it the job" in text
+
+
+def start_with_standby(job) -> None:
+    """Start node 1, which serves the store in reserve, and then node 0, which serves the job's."""
+    reserve = free_port()
+    conf = f"{FAST},standby=127.0.0.1:{reserve}"
+    job.start_node(1, conf=f"{conf},is_host=0")
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", reserve), timeout=1):
+            break
+        time.sleep(0.05)
+    job.start_node(0, "--max-restarts", "3", conf=f"{conf},is_host=1")
+
+
+@ONE_IN_3
+def test_another_store_takes_the_place(job):
+    """The node dies that serves the store: the others go on, and later agents and restarts work, too."""
+    start_with_standby(job)
+    both = job.wait(4)
+    kill_node(job.agents[1], both, "node0")
+    left = job.wait(2, least_step=max(row["step"] for row in both.values()))
+    assert {row["node"] for row in left.values()} == {"node1"}
+    assert set(left) < set(both), "the survivors were not started again"
 
 
 @ONE_IN_3
