@@ -197,28 +197,46 @@ def test_the_store_ends_with_its_agent(job):
     assert f"the agent that served it at 127.0.0.1:{job.port} has ended, and with it the job" in text
 
 
-def start_with_standby(job) -> None:
-    """Start node 1, which serves the store in reserve, and then node 0, which serves the job's."""
+def start_with_standby(job) -> str:
+    """Start node 1, which serves the store in reserve, and then node 0, which serves the job's; their --rdzv-conf."""
     reserve = free_port()
     conf = f"{FAST},standby=127.0.0.1:{reserve}"
-    job.start_node(1, conf=f"{conf},is_host=0")
+    job.start_node(1, "--max-restarts", "3", conf=f"{conf},is_host=0")
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", reserve), timeout=1):
             break
         time.sleep(0.05)
-    job.start_node(0, "--max-restarts", "3", conf=f"{conf},is_host=1")
+    job.start_node(0, conf=f"{conf},is_host=1")
+    return conf
 
 
 @ONE_IN_3
 def test_another_store_takes_the_place(job):
     """The node dies that serves the store: the others go on, and later agents and restarts work, too."""
-    start_with_standby(job)
+    conf = start_with_standby(job)
     both = job.wait(4)
     kill_node(job.agents[1], both, "node0")
     left = job.wait(2, least_step=max(row["step"] for row in both.values()))
     assert {row["node"] for row in left.values()} == {"node1"}
     assert set(left) < set(both), "the survivors were not started again"
+    victim, other = left
+    os.kill(victim, signal.SIGKILL)
+    assert other in job.wait(2, without=[victim])
+    job.start_node(2, conf=conf)
+    assert other in job.wait(4)
+    assert job.stop() == [0, -signal.SIGKILL, 0], job.texts()
+
+
+@ONE_IN_3
+def test_the_agent_alone_dies_that_serves_the_store(job):
+    """Its workers go on with the others."""
+    start_with_standby(job)
+    both = job.wait(4)
+    job.agents[1].kill()
+    after = job.wait(4, least_step=max(row["step"] for row in both.values()) + 50)
+    assert set(after) == set(both)
+    assert job.stop() == [0, -signal.SIGKILL], job.texts()
 
 
 @ONE_IN_3
