@@ -9,6 +9,7 @@ uses it; the first place's store is used without.
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ __all__ = ["LauncherStore", "StoreMoved", "connect", "open_store"]
 
 _SECONDS = 60.0  # of the store's own calls, and to connect at the start
 _TRY_S = 1.0  # to connect at the start, to one of several places
+_PROBE_PAUSE = 0.1
 _AGAIN_S = 5.0  # to connect to a place after the connection has ended
 
 
@@ -114,6 +116,8 @@ def open_store(place: str, serves: bool, seconds: float = _SECONDS) -> dist.TCPS
     yet.
     """
     host, _, port = place.rpartition(":")
+    if not serves:
+        _wait_for_server(host, int(port), seconds)
     try:
         store = dist.TCPStore(
             "localhost" if serves else host, int(port), None, serves, timedelta(seconds=seconds), wait_for_workers=False
@@ -125,6 +129,22 @@ def open_store(place: str, serves: bool, seconds: float = _SECONDS) -> dist.TCPS
         ) from error
     store.set_timeout(timedelta(seconds=_SECONDS))
     return store
+
+
+def _wait_for_server(host: str, port: int, seconds: float) -> None:
+    """Wait until a server listens: torch's client would wait for up to twice the time, and print stacks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TransportError(
+                    f"the elastic job's store at {host}:{port} can't be reached: {error}", op="init"
+                ) from error
+        time.sleep(min(_PROBE_PAUSE, left))
 
 
 def connect(places: Sequence[str]) -> LauncherStore:

@@ -138,7 +138,7 @@ class Rounds:
 
     def end(self) -> None:
         """Note that the job has ended: a process that still wants to join gets `Aborted`."""
-        self._settled(lambda: self._set("done", b"1"))
+        self._note("done")
 
     def has_ended(self) -> bool:
         """Return whether the job has ended."""
@@ -163,7 +163,16 @@ class Rounds:
 
     def report_death(self, process: str) -> None:
         """Note that a process has ended, for ranks on other nodes. The launcher calls it."""
-        self._settled(lambda: self._set(f"dead/{process}", b"1"))
+        self._note(f"dead/{process}")
+
+    def _note(self, key: str) -> None:
+        """Set a key, and make sure that it is set: torch's store doesn't answer a `set`."""
+
+        def set_and_check():
+            self._set(key, b"1")
+            self._check(key)
+
+        self._settled(set_and_check)
 
     # ---- A store that has taken the place of another.
 

@@ -54,7 +54,9 @@ class Job:
     def start(self, *options, ranks=2, conf=FAST, backend="collectives", **variables) -> subprocess.Popen:
         """Start a torchrun; it prints into a file of the folder."""
         conf = ["--rdzv-conf", conf] if conf else []
-        command = torchrun(ranks, "--rdzv-backend", backend, *conf, *options, PROGRAM)
+        return self.launch(torchrun(ranks, "--rdzv-backend", backend, *conf, *options, PROGRAM), **variables)
+
+    def launch(self, command, **variables) -> subprocess.Popen:
         with open(self.folder / f"agent{len(self.agents)}", "w") as out:
             self.agents.append(
                 subprocess.Popen(command, env={**self.env, **variables}, stdout=out, stderr=out, cwd=self.folder)
@@ -223,7 +225,7 @@ def test_another_store_takes_the_place(job):
     victim, other = left
     os.kill(victim, signal.SIGKILL)
     assert other in job.wait(2, without=[victim])
-    job.start_node(2, conf=conf)
+    job.start_node(0, conf=f"{conf},is_host=1")  # it comes again, and finds the job where it is now
     assert other in job.wait(4)
     assert job.stop() == [0, -signal.SIGKILL, 0], job.texts()
 
@@ -237,6 +239,20 @@ def test_the_agent_alone_dies_that_serves_the_store(job):
     after = job.wait(4, least_step=max(row["step"] for row in both.values()) + 50)
     assert set(after) == set(both)
     assert job.stop() == [0, -signal.SIGKILL], job.texts()
+
+
+@ONE_IN_3
+def test_node_0_of_our_own_launcher_ends(job):
+    """`python -m collectives.run --elastic`: the others end by themselves, and are not started again."""
+    for node in range(2):
+        command = [sys.executable, "-m", "collectives.run", "-n", "2", "--elastic", "1:4", "--nnodes", "2"]
+        command += ["--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{job.port}", str(PROGRAM)]
+        job.launch(command, COLLECTIVES_HOST_ID=f"node{node}")
+    kill_node(job.agents[0], job.wait(4), "node0")
+    assert job.finish()[1] == 1, job.texts()
+    text = (job.folder / "agent1").read_text()
+    assert "the launcher's store of the elastic job is gone" in text and "the job has ended with its store" in text
+    assert "is started again" not in text
 
 
 @ONE_IN_3
