@@ -144,7 +144,8 @@ def _complete_options(options: argparse.Namespace) -> None:
         limits = f"timeout={options.start_timeout},join_timeout={options.start_timeout}"
         options.rdzv_conf = ",".join(filter(None, (options.rdzv_conf, limits)))
     _check_program(options)
-    if options.nnodes in ("1", "1:1") and not options.rdzv_endpoint and options.master_port is None:
+    alone = options.nnodes in ("1", "1:1") and options.rdzv_backend != "collectives"
+    if alone and not options.rdzv_endpoint and options.master_port is None:
         # Any free port; and this node's own name needn't be resolvable.
         options.standalone = True
         options.local_addr = options.local_addr or "localhost"

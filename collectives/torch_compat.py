@@ -178,4 +178,9 @@ ATTRIBUTES = {
     "torch.Tensor": ("_version",),
     "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_apply"),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("init",),
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
+        "_assign_worker_ranks", "_exit_barrier", "_monitor_workers", "_shutdown", "_pcontext",
+    ),
+    "torch.distributed.elastic.agent.server.api.SimpleElasticAgent": ("_exit_barrier_timeout", "_remaining_restarts"),
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler": ("_popen",),
 }  # fmt: skip

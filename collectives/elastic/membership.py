@@ -30,8 +30,9 @@ from ..rendezvous.open import open_communicator
 from ..rendezvous.peers import Rendezvous
 from ..rendezvous.rounds import Round
 
-__all__ = ["Membership", "NotEnoughRanks", "Report", "find_membership"]
+__all__ = ["LAUNCHERS", "Membership", "NotEnoughRanks", "Report", "find_membership"]
 
+LAUNCHERS = "`python -m collectives.run --elastic` or `torchrun --rdzv-backend collectives`"
 _ATTEMPT_SECONDS = 0.5  # of one attempt to connect, and so the time for which a death may stay undetected
 _INIT_SECONDS = 60.0  # the engine's default, which is restored
 _MAX_REPORT = 4096  # characters of an error
@@ -161,7 +162,7 @@ def find_membership(comm: Communicator, peers, gather: Callable[[list], list]) -
         return RoundMembership(joined)
     if comm.engine.name != "host":
         raise InvalidUsage(
-            f"the engine is {comm.engine.name}: without `python -m collectives.run --elastic` it takes the host engine"
+            f"the engine is {comm.engine.name}: without {LAUNCHERS} it takes the host engine"
         )
     rows = gather([this_process(), secrets.token_hex(16)])
     processes, tokens = zip(*rows, strict=True)
@@ -169,7 +170,7 @@ def find_membership(comm: Communicator, peers, gather: Callable[[list], list]) -
     if len(namespaces) > 1 or len({peer.node for peer in peers}) > 1:
         raise InvalidUsage(
             "the ranks don't see each other's processes: they are in several containers or machines, which takes "
-            "`python -m collectives.run --elastic`"
+            + LAUNCHERS
         )
     return NamedMembership(tokens[0], tuple(processes), comm.rank)
 

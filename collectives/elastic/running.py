@@ -17,7 +17,7 @@ from ..comm.waiting import format_ranks
 from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
 from ..rendezvous import world
 from .interrupt import HostsUpdatedInterrupt
-from .membership import Membership, NotEnoughRanks, Report, find_membership
+from .membership import LAUNCHERS, Membership, NotEnoughRanks, Report, find_membership
 
 __all__ = ["ElasticTraining", "run"]
 
@@ -185,7 +185,7 @@ class ElasticTraining:
         store = world.round_store("group")
         if store is None:
             raise InvalidUsage(
-                "process_group takes `python -m collectives.run --elastic`: its store connects the ranks again",
+                f"process_group takes {LAUNCHERS}: the launcher's store connects the ranks again",
                 op="elastic.run",
             )
         if dist.is_initialized():

@@ -13,20 +13,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from ..comm.liveness import identify_process
-from ..comm.waiting import first_line
-from ..errors import CollectivesError, TransportError
-from ..rendezvous.rounds import Rounds
+from ..errors import CollectivesError
+from ..rendezvous.launcher_store import LauncherStore, open_store
+from ..rendezvous.rounds import RANKS_VARIABLE, STORE_VARIABLE, Rounds
 
-__all__ = ["ElasticJob", "launch"]
+__all__ = ["ElasticJob", "describe_end", "launch"]
 
 _POLL_S = 0.02
 _KILL_S = 10.0  # between SIGTERM and SIGKILL
-_STORE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class _Worker:
             **environ, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(job.start),
             "LOCAL_WORLD_SIZE": str(job.ranks), "MASTER_ADDR": job.host, "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(life),
-            "COLLECTIVES_ELASTIC_STORE": place, "COLLECTIVES_ELASTIC_RANKS": f"{job.start}:{job.least}:{job.most}",
+            STORE_VARIABLE: place, RANKS_VARIABLE: f"{job.start}:{job.least}:{job.most}",
         }  # fmt: skip
         self.process = subprocess.Popen(list(job.command), env=env)
         self.identity = identify_process(self.process.pid)
@@ -80,8 +76,8 @@ def launch(job: ElasticJob, log=None) -> int:
     ``log``: a function of one line. Raises `TransportError` where the store can't be opened.
     """
     log = log or (lambda text: print(f"collectives.run: {text}", file=sys.stderr, flush=True))
-    store = _open_store(job)
-    rounds = Rounds(store, job.start, job.least, job.most)
+    store = open_store(f"{job.host}:{job.port}", job.node == 0)
+    rounds = Rounds(LauncherStore(store, [f"{job.host}:{store.port}"]), job.start, job.least, job.most)
     workers = [_Worker(job, number, store.port, os.environ, 0) for number in range(job.ranks)]
     stopped: list[int] = []
     before = {number: signal.signal(number, lambda got, _: stopped.append(got)) for number in _SIGNALS}
@@ -94,15 +90,6 @@ def launch(job: ElasticJob, log=None) -> int:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def _open_store(job: ElasticJob) -> dist.TCPStore:
-    serves = job.node == 0
-    host = "localhost" if serves else job.host
-    try:
-        return dist.TCPStore(host, job.port, None, serves, timedelta(seconds=_STORE_S), wait_for_workers=False)
-    except RuntimeError as error:
-        raise TransportError(f"the store of the elastic job, {job.host}:{job.port}: {first_line(error)}") from error
 
 
 def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, stopped: list[int], log) -> int:
@@ -120,13 +107,15 @@ def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, s
                 done = True
                 _notify(rounds.end, log)
                 continue
-            _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
+            gone = not _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
             if done:  # it waited to join, or was cut off while the others ended
                 failure = failure or (0 if worker.life else _exit_code(code))
                 continue
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            who = f"rank {worker.rank} (process {worker.process.pid})"
-            if restarts > 0:
+            how, who = describe_end(code), f"rank {worker.rank} (process {worker.process.pid})"
+            if gone:
+                log(f"{who} {how}; the job has ended with its store")
+                failure = failure or _exit_code(code)
+            elif restarts > 0:
                 restarts -= 1
                 log(f"{who} {how}; it is started again, {restarts} times more")
                 workers.append(_Worker(job, worker.local_rank, port, os.environ, worker.life + 1))
@@ -140,16 +129,23 @@ def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, s
     return 0 if done and not failure else failure if not done else 0
 
 
+def describe_end(code: int) -> str:
+    """Return how a process has ended that has this return code."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _notify(call, log) -> None:
-    """Write to the store; one that is gone, as another node's launcher has ended, is only logged."""
+def _notify(call, log) -> bool:
+    """Write to the store; return whether it is there: it isn't when node 0's launcher has ended."""
     try:
         call()
     except CollectivesError as error:
         log(str(error))
+        return False
+    return True
 
 
 def _end(workers: list[_Worker]) -> None:

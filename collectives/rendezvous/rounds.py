@@ -7,6 +7,9 @@ ones, register and wait until the members of the present round come: after a fai
 next commit. Deaths during that wait are found, and those after the round was closed lead to the next
 one. A process that a round has left out, since it was late, can only come as a new one.
 
+Where the job's store has moved to another place, each process writes its own round into it, as the one
+before the next.
+
 Keys, below ``elastic``: ``newest``: the newest round that is closed; ``N/count``, ``N/member/K`` and
 ``N/closed``: of round N; ``dead/PROCESS``: the launcher writes it; ``done``: the job has ended.
 """
@@ -19,21 +22,21 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..comm.liveness import has_ended, this_process
-from ..comm.waiting import first_line, format_ranks
+from ..comm.waiting import format_ranks
 from ..errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
 from ..secret import seal, unseal
+from .launcher_store import LauncherStore, StoreMoved, connect
 
-__all__ = ["Member", "Round", "Rounds", "find_rounds"]
+__all__ = ["RANKS_VARIABLE", "STORE_VARIABLE", "Member", "Round", "Rounds", "find_rounds"]
 
-_STORE, _RANKS = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
-_SECONDS = 60.0  # of the store's own calls
+STORE_VARIABLE, RANKS_VARIABLE = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
 _LEAST_PAUSE, _MOST_PAUSE = 2e-3, 5e-2
 _MAX_MEMBERS = 1 << 16
+_RESTORED = 1 << 15  # the first slot of members that are written into a new store
 _log = logging.getLogger("collectives.elastic")
 
 
@@ -81,14 +84,20 @@ class Round:
 class Rounds:
     """The rounds of one job.
 
-    ``store``: of the launcher; ``start``: ranks of the first round; ``least``, ``most``: members
+    ``store``: of the job; ``start``: ranks of the first round; ``least``, ``most``: members
     that a round may have.
     """
 
-    def __init__(self, store: dist.Store, start: int, least: int, most: int):
-        self.store = dist.PrefixStore("elastic", store)
+    def __init__(self, store: LauncherStore, start: int, least: int, most: int):
+        self.launcher_store = store
         self.start, self.least, self.most = start, least, most
+        self._last: Round | None = None
         self._warned: set[tuple[int, int]] = set()
+
+    @property
+    def store(self) -> dist.Store:
+        """The rounds' part of the present store."""
+        return self.launcher_store.prefixed("elastic")
 
     # ---- Taking part.
 
@@ -105,36 +114,104 @@ class Rounds:
         `TransportError` where the store is gone.
         """
         least = max(self.least, least or 0)
-        number = self._newest() + 1 if before is None else before.number + 1
+        old = (None, None) if before is None else (before.number, before.rank)
+        mine = Member(this_process(), *old, commits, _launched_as(), report or {})
+        number = None
         while True:
-            old = (None, None) if before is None else (before.number, before.rank)
-            mine = Member(this_process(), *old, commits, _launched_as(), report or {})
-            slot = self._register(number, mine)
-            order = self._wait(number, before, seconds, least)
-            if slot in order:
-                members = self._members(number)
-                return Round(number, tuple(members[each] for each in order), order.index(slot))
-            number = max(number, self._newest()) + 1
+            try:
+                number = self._first(before, seconds) if number is None else number
+                slot = self._register(number, mine)
+                order = self._wait(number, before, seconds, least)
+                if slot in order:
+                    members = tuple(self._member(number, each) for each in order)
+                    self._last = Round(number, members, order.index(slot))
+                    return self._last
+                number = max(number, self._newest()) + 1
+            except StoreMoved as error:
+                _log.warning("collectives: %s", error)
+                self._restore()
+                number = None
 
     def has_joiners(self, round_: Round) -> bool:
         """Return whether a process waits for the round after this one."""
-        return self._check(f"{round_.number + 1}/count")
+        return self._settled(lambda: self._check(f"{round_.number + 1}/count"))
 
     def end(self) -> None:
         """Note that the job has ended: a process that still wants to join gets `Aborted`."""
-        self._set("done", b"1")
+        self._note("done")
+
+    def has_ended(self) -> bool:
+        """Return whether the job has ended."""
+        return self._settled(lambda: self._check("done"))
+
+    def has_begun(self) -> bool:
+        """Return whether there was a round."""
+        return self._settled(lambda: self._check("newest") or self.launcher_store.has_moved)
+
+    def has_another_store(self, moves: int) -> bool:
+        """Return whether the store has moved more than ``moves`` times. Raises `TransportError` where it is gone."""
+        self.has_ended()
+        return self.launcher_store.moves > moves
+
+    def newest_processes(self) -> list[str] | None:
+        """Return the members of the newest round, as `liveness.this_process` names them; None where
+        there is none in this store yet.
+        """
+        number = self._newest()
+        order = self._closed(number)
+        return None if order is None else [self._member(number, slot).process for slot in order]
 
     def report_death(self, process: str) -> None:
         """Note that a process has ended, for ranks on other nodes. The launcher calls it."""
-        self._set(f"dead/{process}", b"1")
+        self._note(f"dead/{process}")
+
+    def _note(self, key: str) -> None:
+        """Set a key, and make sure that it is set: torch's store doesn't answer a `set`."""
+
+        def set_and_check():
+            self._set(key, b"1")
+            self._check(key)
+
+        self._settled(set_and_check)
+
+    # ---- A store that has taken the place of another.
+
+    def _settled(self, call):
+        """Return what a call returns, where needed in a store that has moved."""
+        while True:
+            try:
+                return call()
+            except StoreMoved as error:
+                _log.warning("collectives: %s", error)
+                self._restore()
+
+    def _restore(self) -> None:
+        """Write this process's round into the store, unless another member has."""
+        last = self._last
+        while last is not None:
+            try:
+                for rank, member in enumerate(last.members):
+                    self._set(f"{last.number}/member/{_RESTORED + rank}", json.dumps(vars(member)).encode())
+                self._close(last.number, [_RESTORED + rank for rank in range(last.size)], self._newest() < last.number)
+                return
+            except StoreMoved as error:
+                _log.warning("collectives: %s", error)
+
+    def _first(self, before: Round | None, seconds: float) -> int:
+        """Return the number of the first round that a process can join."""
+        if before is not None:
+            return before.number + 1
+        deadline = time.monotonic() + seconds
+        while (newest := self._newest()) < 0 and self.launcher_store.has_moved:
+            if time.monotonic() >= deadline:
+                raise TransportError(f"no rank of the elastic job came to its new store in {seconds:g} s", op="init")
+            time.sleep(_MOST_PAUSE)
+        return newest + 1
 
     # ---- One round.
 
     def _register(self, number: int, member: Member) -> int:
-        try:
-            slot = self.store.add(f"{number}/count", 1) - 1
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        slot = self._call("add", f"{number}/count", 1) - 1
         self._set(f"{number}/member/{slot}", json.dumps(vars(member)).encode())
         return slot
 
@@ -142,21 +219,23 @@ class Rounds:
         """Return the members that have registered, by slot."""
         if not self._check(f"{number}/count"):
             return {}
-        try:
-            count = self.store.add(f"{number}/count", 0)
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        count = self._call("add", f"{number}/count", 0)
         found = {}
         for slot in range(min(count, _MAX_MEMBERS)):
             if not self._check(f"{number}/member/{slot}"):  # it is about to write it, or died before it did
                 continue
             try:
-                found[slot] = _parse_member(self._get(f"{number}/member/{slot}"))
+                found[slot] = self._member(number, slot)
+            except StoreMoved:
+                raise
             except TransportError as error:  # a stranger's, which must not end the job
                 if (number, slot) not in self._warned:
                     self._warned.add((number, slot))
                     _log.warning("a record in the store of the elastic job is left out: %s", error)
         return found
+
+    def _member(self, number: int, slot: int) -> Member:
+        return _parse_member(self._get(f"{number}/member/{slot}"))
 
     def _wait(self, number: int, own: Round | None, seconds: float, least: int) -> list[int]:
         """Wait until the round is closed, and close it where that is this process's to do; return
@@ -166,15 +245,19 @@ class Rounds:
         that one lives.
         """
         waits = number > 0 and (own is None or own.number != number - 1)
-        previous = self._closed(number - 1)
-        before = self._members(number - 1) if previous else {}
-        expected = [before[slot] for slot in previous or [] if slot in before]
+        expected = [self._member(number - 1, slot) for slot in self._closed(number - 1) or []]
         deadline, pause = time.monotonic() + seconds, _LEAST_PAUSE
         while True:
             if (order := self._closed(number)) is not None:
                 return order
             if self._check("done"):
                 raise Aborted("the job has ended: there is nothing to join any more", op="init")
+            if self._check(f"dead/{this_process()}"):
+                raise Aborted(
+                    "this process counts as dead, since its launcher has ended or did not answer: the others go on "
+                    "without it",
+                    op="init",
+                )
             late = time.monotonic() >= deadline
             order, missing = self._propose(number, expected, late and not waits)
             late = late and not (waits and missing)
@@ -215,23 +298,18 @@ class Rounds:
     def _has_died(self, process: str) -> bool:
         return has_ended(process) or self._check(f"dead/{process}")
 
-    def _close(self, number: int, order: list[int]) -> None:
-        """Close a round, unless another process has."""
+    def _close(self, number: int, order: list[int], newest: bool = True) -> None:
+        """Close a round, unless another process has. ``newest``: whether it is the newest one."""
         key, value = f"{number}/closed", json.dumps(order)
-        try:
-            if self.store.compare_set(key, "", seal(value.encode(), f"elastic/{key}").hex()):
-                self._set("newest", str(number).encode())
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        self._call("compare_set", key, "", seal(value.encode(), f"elastic/{key}").hex())
+        if newest:
+            self._set("newest", str(number).encode())
 
     def _closed(self, number: int) -> list[int] | None:
         """Return the slots of a round's members by rank; None where it isn't closed."""
         if number < 0 or not self._check(f"{number}/closed"):
             return None
-        try:
-            raw = self.store.get(f"{number}/closed")
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        raw = self._call("get", f"{number}/closed")
         try:
             order = json.loads(unseal(bytes.fromhex(raw.decode()), f"elastic/{number}/closed"))
         except ValueError as error:
@@ -249,30 +327,16 @@ class Rounds:
     # ---- The store.
 
     def _set(self, key: str, value: bytes) -> None:
-        try:
-            self.store.set(key, seal(value, f"elastic/{key}"))
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        self._call("set", key, seal(value, f"elastic/{key}"))
 
     def _get(self, key: str) -> bytes:
-        try:
-            return unseal(self.store.get(key), f"elastic/{key}")
-        except RuntimeError as error:
-            if isinstance(error, TransportError):
-                raise
-            raise self._gone(error) from error
+        return unseal(self._call("get", key), f"elastic/{key}")
 
     def _check(self, key: str) -> bool:
-        try:
-            return self.store.check([key])
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        return self._call("check", [key])
 
-    @staticmethod
-    def _gone(error: BaseException) -> TransportError:
-        return TransportError(
-            f"the launcher's store of the elastic job is gone ({first_line(error)}): the launcher has ended", op="init"
-        )
+    def _call(self, method: str, *arguments):
+        return self.launcher_store.call("elastic", method, *arguments)
 
 
 def _launched_as() -> int:
@@ -302,20 +366,16 @@ def find_rounds(environ: Mapping[str, str] | None = None) -> Rounds | None:
     launcher's store can't be reached.
     """
     environ = os.environ if environ is None else environ
-    place, ranks = environ.get(_STORE), environ.get(_RANKS, "")
-    if not place:
+    text, ranks = environ.get(STORE_VARIABLE), environ.get(RANKS_VARIABLE, "")
+    if not text:
         return None
-    host, _, port = place.rpartition(":")
-    numbers = ranks.split(":")
-    if not host or not port.isdigit() or len(numbers) != 3 or not all(map(str.isdigit, numbers)):
-        raise InvalidArgument(f"{_STORE}={place}, {_RANKS}={ranks}: they must be HOST:PORT and START:MIN:MAX")
+    places, numbers = text.split(","), ranks.split(":")
+    whole = all(host and port.isdigit() for host, _, port in (place.rpartition(":") for place in places))
+    if not whole or len(numbers) != 3 or not all(map(str.isdigit, numbers)):
+        raise InvalidArgument(
+            f"{STORE_VARIABLE}={text}, {RANKS_VARIABLE}={ranks}: they must be HOST:PORT and START:MIN:MAX"
+        )
     start, least, most = map(int, numbers)
     if not 0 < least <= start <= most:
-        raise InvalidArgument(f"{_RANKS}={ranks}: it takes 0 < MIN <= START <= MAX")
-    try:
-        store = dist.TCPStore(host, int(port), None, False, timedelta(seconds=_SECONDS), wait_for_workers=False)
-    except RuntimeError as error:
-        raise TransportError(
-            f"the elastic launcher's store at {place} can't be reached: {first_line(error)}", op="init"
-        ) from error
-    return Rounds(store, start, least, most)
+        raise InvalidArgument(f"{RANKS_VARIABLE}={ranks}: it takes 0 < MIN <= START <= MAX")
+    return Rounds(connect(places), start, least, most)

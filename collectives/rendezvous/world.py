@@ -17,8 +17,9 @@ from ..comm.liveness import ProcessExits
 from ..comm.waiting import log_while_waiting
 from ..cuda_state import set_first_device
 from ..environment import check_variables
-from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
+from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from .join import identify_process, join_over_store, join_rendezvous
+from .launcher_store import LauncherStore
 from .open import open_communicator, remaining_seconds
 from .rounds import Round, Rounds, find_rounds
 
@@ -164,7 +165,8 @@ def _join_round(
     engine = get_engine(engine.name, engine.device_type)  # a communicator over several nodes has a library of its own
     while True:
         joined = rounds.join(_round, seconds, commits=commits, report=report, least=least)
-        _round = joined
+        _round, moves = joined, rounds.launcher_store.moves
+        _set_master(rounds.launcher_store)
         name = f"open/{joined.number}"
         processes = [member.process for member in joined.members]
         try:
@@ -182,6 +184,16 @@ def _join_round(
             return _world
         except (RemoteError, CollectiveTimeout) as error:  # a member of this round has died
             _log.warning("round %d of the elastic job: %s; the next one is joined", joined.number, error)
+        except TransportError as error:
+            if not rounds.has_another_store(moves):
+                raise
+            _log.warning("round %d of the elastic job: %s; the next one is joined", joined.number, error)
+
+
+def _set_master(store: LauncherStore) -> None:
+    """Set the variables of the launcher's store where it isn't any more the one that they name."""
+    if store.moves:
+        os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = store.place.rpartition(":")
 
 
 def _verify_arguments(world: Communicator, engine, device, deterministic, config) -> None:

@@ -91,6 +91,7 @@ def check_files(sdist, wheel):
         names = set(archive.namelist())
         points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "[torch.distributed.backends]\ncollectives = collectives.backend:register_backend" in points
+    assert "[torchrun.handlers]\ncollectives = collectives.elastic.torchrun:get_handler" in points
     assert {name.split("/")[0] for name in names} == {"collectives", wheel.name.partition("-cp")[0] + ".dist-info"}
     for name in (
         "_lib/libcollectives_host.so", "_kernels_src/include/coll/reduce.h", "_nccl.pyi", "_kernels.pyi", "py.typed",

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from collectives.comm.liveness import this_process
 from collectives.errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
+from collectives.rendezvous.launcher_store import LauncherStore
 from collectives.rendezvous.rounds import Member, Round, Rounds, find_rounds
 
 
 def make_rounds(**numbers):
-    return Rounds(dist.HashStore(), **{"start": 1, "least": 1, "most": 2, **numbers})
+    return Rounds(LauncherStore(dist.HashStore()), **{"start": 1, "least": 1, "most": 2, **numbers})
 
 
 def test_a_job_of_one():
