@@ -245,7 +245,7 @@ class _Rank:
         import collectives
 
         if self.comm is None and self.plan.machines:
-            self.comm = collectives.init(timeout=INIT_TIMEOUT)
+            self.comm = collectives.init(timeout=INIT_TIMEOUT if self.plan.kind == "init" else LIMIT / 2)
         elif self.comm is None and self.unique_id is not None:
             self.open_by_id()
         elif self.comm is None:

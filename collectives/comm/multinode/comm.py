@@ -21,7 +21,7 @@ from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalErro
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
-from ..waiting import call_with_timeout
+from ..waiting import call_with_timeout, format_ranks
 from .error_store import ErrorStore, ParentFailed, StoreGone
 from .gloo import GlooConnections, TransferError
 from .host import HostCollectives
@@ -153,10 +153,12 @@ class MultiNodeComm:
         if self._aborted:
             return Aborted("abort() closed the communicator during the call", op=op, rank=self.rank)
         found = _translate_error(error, op, self.peers, self._topology, self._timeout)
-        if isinstance(error, TransferError) or isinstance(found, RemoteError):
+        if isinstance(found, CollectiveTimeout):
+            found = _name_ends(self._store, found)
+        elif isinstance(error, TransferError) or isinstance(found, RemoteError):
             # This rank only knows that a transfer has failed. The rank that saw the cause has
             # posted it.
-            found = self._store.fetch_error() or found
+            found = self._store.fetch_error(peers=found.peers) or found
         self._store.post_error(found)
         self._shut_down(found)
         return found
@@ -315,15 +317,14 @@ class MultiNodeComm:
         rank = ranks.index(self.rank)
         peers = [self.peers[each] for each in ranks]
         seconds = min(self._init_timeout, self._timeout or self._init_timeout)
-        root, parent = self._root_store, self._store if op == "split" else None  # shrink: it has failed
+        parent = self._store if op == "split" else None  # shrink: it has failed
+        store = ErrorStore(self._root_store.store, self._root_store.host, rank, parent=parent)
         try:
             if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
-                store = ErrorStore(root.store, root.host, rank, parent=parent)
                 child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
                 child.set_timeout(self._timeout)
                 return child
-            processes = [peer.process for peer in peers]
-            store = ErrorStore(root.store, root.host, rank, parent=parent).with_prefix(f"comm{uid}", rank, processes)
+            store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
             deadline = time.monotonic() + seconds
             return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
         except StoreGone as error:
@@ -370,10 +371,24 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
     """
     if isinstance(error, ParentFailed):  # the others look there, too
         return error
-    if connects and isinstance(error, CollectiveTimeout | RemoteError):
+    if isinstance(error, CollectiveTimeout) and error.peers:
+        error = _name_ends(store, error)
+    elif connects and isinstance(error, CollectiveTimeout | RemoteError):
         error = store.fetch_error() or error
     store.post_error(error)
     return error
+
+
+def _name_ends(store: ErrorStore, error: CollectiveTimeout) -> CollectiveTimeout:
+    """Return the error of a wait whose time is over with the ranks for which the awaited ones wait themselves."""
+    ends = store.follow_waits(error.peers)
+    posted = store.fetch_error(seconds=0.0)
+    if posted is not None and set(posted.peers) != {error.rank}:
+        return posted
+    if set(ends) == set(error.peers):
+        return error
+    text = f"{error.message}; that one waits itself, and {format_ranks(ends)} for nobody"
+    return CollectiveTimeout(text, op=error.op, rank=error.rank, peers=ends, detail=error.detail)
 
 
 def _make_fingerprint(

@@ -18,6 +18,7 @@ from ..waiting import RankWait, call_with_timeout, first_line, format_ranks
 __all__ = ["ErrorStore", "ParentFailed", "StoreGone"]
 
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
+_FOLLOW_S = 1.5  # by which the ranks of a row of waits run out of time one after the other
 _POLL_S = 0.002
 _ANSWER_S = 3.0  # in which a store that lives answers
 _CHECK_S = 0.2  # between looks for the cause of a wait
@@ -106,6 +107,13 @@ class ErrorStore:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
+    def find_missing(self, keys: Sequence[str]) -> list[int]:
+        """Return the places of the keys that nobody has set; of all keys where the store can't be reached."""
+        try:
+            return self._call(lambda: [at for at, key in enumerate(keys) if not self.store.check([key])])
+        except RuntimeError:
+            return list(range(len(keys)))
+
     def check_ranks(self) -> None:
         """Raise why the communicator can't be opened: the cause that a rank has posted, or `RemoteError`
         where the process of any rank has ended that this one can know of. Cheap: looks now and then.
@@ -148,15 +156,20 @@ class ErrorStore:
         except RuntimeError:
             self._unreachable = True
 
-    def fetch_error(self, seconds: float = _FETCH_S) -> CollectivesError | None:
-        """Return the error that a rank has posted; None if there is none after some seconds."""
+    def fetch_error(self, seconds: float = _FETCH_S, peers: Sequence[int] = ()) -> CollectivesError | None:
+        """Return the error that a rank has posted; None if there is none after some seconds.
+
+        ``peers``: ranks that may look for the cause now, in `follow_waits`; they are waited for.
+        """
         if self._unreachable:
             return None
-        until = time.monotonic() + seconds
+        began = time.monotonic()
 
         def fetch():
             while not self.store.check(["failed"]):
-                if time.monotonic() >= until:
+                spent = time.monotonic() - began
+                follows = any(self.store.check([f"waits/{peer}"]) for peer in peers)
+                if spent >= seconds + (_FOLLOW_S if follows else 0.0):
                     return None
                 time.sleep(0.01)
             return self.store.get("failed")
@@ -177,6 +190,36 @@ class ErrorStore:
         except RuntimeError:
             self._unreachable = True
             return None
+
+    def follow_waits(self, peers: Sequence[int]) -> list[int]:
+        """Return for whom the ranks wait in the end that this rank has waited for until its time was over.
+
+        Ranks that wait for each other in a row run out of time together. Each posts its ``peers``, and
+        follows the others' for at most 1.5 s, or until the cause of a failure is posted. Returns ``peers`` where the row is a circle, or the
+        store can't be reached.
+        """
+        if self._unreachable:
+            return list(peers)
+        until, seen, ends = time.monotonic() + _FOLLOW_S, {self.rank}, set(peers)
+
+        def follow():
+            key = f"waits/{self.rank}"
+            self.store.set(key, seal(json.dumps(list(peers)).encode(), _purpose(key)))
+            while not ends <= seen and time.monotonic() < until and not self.store.check(["failed"]):
+                for peer in sorted(ends - seen):
+                    key = f"waits/{peer}"
+                    if self.store.check([key]):
+                        seen.add(peer)
+                        ends.update(map(int, json.loads(unseal(self.store.get(key), _purpose(key)))))
+                time.sleep(0.01)
+
+        try:
+            self._call(follow)
+        except (ValueError, KeyError, TypeError):  # what was posted is no such list
+            return list(peers)
+        except (_NoAnswer, RuntimeError):
+            self._unreachable = True
+        return sorted(ends - seen) or list(peers)
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call the store, in a thread: a server that is stopped answers nothing, and torch waits for it

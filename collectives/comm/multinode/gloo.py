@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectivesError, CollectiveTimeout, TransportError
-from ..waiting import call_with_timeout, first_line
+from ..waiting import call_with_timeout, first_line, format_ranks
 from .error_store import ErrorStore
 from .topology import find_route, is_loopback
 
@@ -73,6 +73,12 @@ class GlooConnections:
         except CollectivesError:
             raise
         except RuntimeError as error:
+            missing = error_store.find_missing([f"gloo/0/{peer}" for peer in range(size)])
+            if 0 < len(missing) < size:
+                raise CollectiveTimeout(
+                    f"{format_ranks(missing)} of {size} did not come within {seconds:g} s to connect the machines",
+                    op="init", rank=rank, peers=missing,
+                ) from error  # fmt: skip
             raise TransportError(
                 f"Gloo could not connect the machines: {first_line(error)}. GLOO_SOCKET_IFNAME names the interface to "
                 "use; the machines must reach each other on any TCP port",
