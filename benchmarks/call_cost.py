@@ -59,6 +59,7 @@ ncclResult_t ncclAllGather(const void* a, void* b, size_t n, ncclDataType_t t, n
   (void)a; (void)b; (void)n; (void)t; (void)c; (void)s; calls++; return ncclSuccess;
 }
 ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t ms) { (void)comm; (void)ms; return ncclSuccess; }
+ncclResult_t collHostCommSetStep(ncclComm_t comm, uint64_t step) { (void)comm; (void)step; return ncclSuccess; }
 ncclResult_t collHostQueueCreate(collHostQueue_t* q) { *q = (collHostQueue_t)&calls; return ncclSuccess; }
 ncclResult_t collHostQueueDestroy(collHostQueue_t q) { (void)q; return ncclSuccess; }
 ncclResult_t collHostQueueRecord(collHostQueue_t q, uint64_t* ticket) { (void)q; *ticket = calls; return ncclSuccess; }

@@ -257,6 +257,7 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostCommPending)(ncclComm_t comm, collHostErrorInfo_t* info) noexcept nogil
         ncclResult_t (*collHostCommProbe)(ncclComm_t comm, int peer, int* waiting) noexcept nogil
         ncclResult_t (*collHostCommSetTimeout)(ncclComm_t comm, int64_t timeout_ms) noexcept nogil
+        ncclResult_t (*collHostCommSetStep)(ncclComm_t comm, uint64_t step) noexcept nogil
         ncclResult_t (*collHostSetInitTimeout)(int64_t timeout_ms) noexcept nogil
         ncclResult_t (*collHostSetInterruptCheck)(int (*check)() noexcept nogil) noexcept nogil
         ncclResult_t (*collHostGetNamedUniqueId)(const void* name, size_t nbytes, ncclUniqueId* uniqueId) noexcept nogil

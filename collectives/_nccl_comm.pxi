@@ -753,6 +753,17 @@ cdef class Comm:
             code = self.api.collHostCommSetTimeout(comm, limit)
         self.leave(code, "collHostCommSetTimeout")
 
+    def set_step(self, uint64_t step):
+        """Set the program's step, 0 for none, which the ranks compare with each collective from now on.
+
+        Ranks that are in different steps get ``Mismatch``. C: ``collHostCommSetStep``.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommSetStep, "collHostCommSetStep")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostCommSetStep(comm, step)
+        self.leave(code, "collHostCommSetStep")
+
     def sequence(self):
         """Return how many collectives were called on this communicator.
 

@@ -101,6 +101,7 @@
   F(collHostCommPending, 0) \
   F(collHostCommProbe, 0) \
   F(collHostCommSetTimeout, 0) \
+  F(collHostCommSetStep, 0) \
   F(collHostSetInitTimeout, 0) \
   F(collHostSetInterruptCheck, 0) \
   F(collHostGetNamedUniqueId, 0) \

@@ -115,6 +115,7 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.type = type;
     o.root = root;
     o.comm = c;
+    o.step = c->step.load(std::memory_order_relaxed);
     o.op_label = op_label;
     o.type_label = type_label;
     o.flight = flight;

@@ -101,9 +101,10 @@ class Rendezvous {
   }
 
   Error too_late(const std::vector<int>& missing, const Strangers& strangers = {}) const {
-    Error error = make_error(collHostErrorTimeout,
-                             format("%s of %d ranks: %s did not come within %.1f s%s", what_, comm_->size,
-                                    rank_list(missing).c_str(), static_cast<double>(limit_ms_) / 1e3, strangers.text().c_str()));
+    std::string text = format("%s of %d ranks: %s did not come within %.1f s%s", what_, comm_->size, rank_list(missing).c_str(),
+                              static_cast<double>(limit_ms_) / 1e3, strangers.text().c_str());
+    if (origin_.parent) return timeout_error(*origin_.parent, text, missing);
+    Error error = make_error(collHostErrorTimeout, text);
     error.peers = missing;
     return error;
   }

@@ -63,7 +63,7 @@ uint64_t call_key(const CallRecord& call) {
   uint64_t small = static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.datatype) << 8 |
                    static_cast<uint64_t>(call.op + 1) << 16 | static_cast<uint64_t>(call.wire + 1) << 24 |
                    static_cast<uint64_t>(call.root + 1) << 32;
-  return mixed(mixed(mixed(mixed(call.seq) + call.count) + small) + label);
+  return mixed(mixed(mixed(mixed(call.seq) + call.count) + small) + label + call.step * 0x9e3779b97f4a7c15ull);
 }
 
 }  // namespace
@@ -89,6 +89,7 @@ void Collective::begin() {
   CallRecord call{};
   call.seq = op.seq;
   call.count = op.count;
+  call.step = op.step;
   call.kind = static_cast<int>(op.kind);
   call.datatype = op.type;
   call.wire = op.wire;
@@ -209,6 +210,9 @@ void Collective::describe_mismatch() {
   std::string table = format("the ranks did not make the same call (collective %llu of this communicator):",
                              static_cast<unsigned long long>(op.seq));
   std::vector<int> others;
+  bool same_step = true;
+  for (int r = 0; r < c.size; ++r) same_step = same_step && c.segment->rank(r)->call[parity].step == own.step;
+  if (!same_step) table += " they are in different steps, since an optimizer's step was left out, or made, by some of them only:";
   for (int r = 0; r < c.size; ++r) {
     const CallRecord& call = c.segment->rank(r)->call[parity];
     bool differs = memcmp(&call, &own, sizeof call) != 0;
@@ -220,6 +224,7 @@ void Collective::describe_mismatch() {
     if (call.wire >= 0) table += format(" sent as %s", type_name(call.wire));
     if (call.op >= 0) table += format(" op=%s", op_name(call.op));
     if (call.root >= 0) table += format(" root=%d", call.root);
+    if (!same_step) table += format(" step=%llu", static_cast<unsigned long long>(call.step));
     if (r == c.rank) table += "  (this rank)";
   }
   error = make_error(collHostErrorMismatch, table);

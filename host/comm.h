@@ -71,6 +71,7 @@ struct ncclComm {
 
   std::atomic<uint64_t> sequence{0};      // collectives called
   std::atomic<int64_t> timeout_ns{0};
+  std::atomic<uint64_t> step{0};          // of the program, by collHostCommSetStep
   std::atomic<bool> abort_flag{false}, revoke_flag{false};
   std::atomic<bool> ready{false};         // false while a non-blocking init is under way
   bool finalized = false;

@@ -45,6 +45,7 @@ struct Op {
   int root = 0;      // or the peer of send/recv
   ncclComm* comm = nullptr;
   uint64_t seq = 0;  // number of the collective on its communicator
+  uint64_t step = 0;                 // of collHostCommSetStep
   const char* op_label = nullptr;    // interned; the labels of the last
   const char* type_label = nullptr;  // collHostLabel
   collFlightRecord_t* flight = nullptr;  // where its start and its end are recorded, as this number

@@ -111,6 +111,18 @@ std::vector<int> failed_peers(ncclComm& comm, bool look_at_processes) {
   return lost;
 }
 
+Error timeout_error(ncclComm& comm, const std::string& text, const std::vector<int>& waited_for) {
+  std::vector<int> stopped;
+  for (int r = 0; r < comm.size; ++r)
+    if (r != comm.rank && process_stopped(comm.pids[r])) stopped.push_back(r);
+  std::string more;
+  if (!stopped.empty())
+    more = format("; a signal or a debugger has stopped the process%s of %s", stopped.size() > 1 ? "es" : "", rank_list(stopped).c_str());
+  Error error = make_error(collHostErrorTimeout, text + more);
+  error.peers = stopped.empty() ? waited_for : stopped;
+  return error;
+}
+
 namespace {
 
 // A peer ran out of time. The ranks that wait for the same late one run out at nearly the same

@@ -261,10 +261,8 @@ struct Run {
     }
     if (limit > 0 && now - since > limit) {
       std::vector<int> ranks = missing();
-      Error e = make_error(collHostErrorTimeout,
-                           format("no end after the timeout of %.1f s; waiting for %s", static_cast<double>(limit) / 1e9, rank_list(ranks).c_str()));
-      e.peers = ranks;
-      fail(std::move(e));
+      fail(timeout_error(c, format("no end after the timeout of %.1f s; waiting for %s", static_cast<double>(limit) / 1e9, rank_list(ranks).c_str()),
+                         ranks));
     } else if (stop) {
       fail(make_error(collHostErrorInterrupted, "interrupted by a signal"));
     }
@@ -299,11 +297,8 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
       return error;
     }
     if (thoroughly && interrupted()) return make_error(collHostErrorInterrupted, "interrupted by a signal");
-    if (limit > 0 && now - start > limit) {
-      Error error = make_error(collHostErrorTimeout, format("no end after the timeout of %.1f s; waiting for rank %d", limit / 1e9, peer));
-      error.peers = {peer};
-      return error;
-    }
+    if (limit > 0 && now - start > limit)
+      return timeout_error(c, format("no end after the timeout of %.1f s; waiting for rank %d", limit / 1e9, peer), {peer});
   }
   return Error();
 }

@@ -204,6 +204,15 @@ ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t timeout_ms) {
   });
 }
 
+ncclResult_t collHostCommSetStep(ncclComm_t comm, uint64_t step) {
+  return guarded("collHostCommSetStep", [&] {
+    ncclComm* c = checked(comm, "collHostCommSetStep");
+    if (!c) return last_error().code;
+    c->step.store(step, std::memory_order_relaxed);
+    return ncclSuccess;
+  });
+}
+
 ncclResult_t collHostSetInitTimeout(int64_t timeout_ms) {
   set_init_timeout(timeout_ms);
   return ncclSuccess;

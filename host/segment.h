@@ -38,6 +38,7 @@ enum RankState : uint32_t {
 struct CallRecord {
   uint64_t seq;
   uint64_t count;
+  uint64_t step;  // of collHostCommSetStep
   int32_t kind, datatype, wire, op, root;
   char op_label[24], type_label[24];  // of collHostLabel
 };

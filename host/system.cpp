@@ -144,6 +144,24 @@ void process_release(int pid) {
   watches().erase(found);
 }
 
+namespace {
+
+// The state of a process as ps shows it; 0 where it can't be read, 'X' where there is no such process.
+char process_state(int pid) {
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  FILE* f = fopen(path, "re");
+  if (!f) return errno == ENOENT ? 'X' : 0;
+  char line[512] = "";
+  size_t got = fread(line, 1, sizeof line - 1, f);
+  fclose(f);
+  line[got] = 0;
+  const char* after = strrchr(line, ')');
+  return after && after[1] ? after[2] : 0;
+}
+
+}  // namespace
+
 bool process_ended(int pid, int pidfd) {
   if (pidfd >= 0) {
     struct pollfd p = {pidfd, POLLIN, 0};
@@ -152,16 +170,14 @@ bool process_ended(int pid, int pidfd) {
   if (pid == 0 || pid == getpid()) return false;
   // No pidfd here (an old kernel, a sandbox): kill(pid, 0) succeeds on a zombie, so look at its
   // state.
-  char path[64];
-  snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  FILE* f = fopen(path, "re");
-  if (!f) return errno == ENOENT;
-  char line[512] = "";
-  size_t got = fread(line, 1, sizeof line - 1, f);
-  fclose(f);
-  line[got] = 0;
-  const char* after = strrchr(line, ')');
-  return after && (after[2] == 'Z' || after[2] == 'X');
+  char state = process_state(pid);
+  return state == 'Z' || state == 'X';
+}
+
+bool process_stopped(int pid) {
+  if (pid == 0 || pid == getpid()) return false;
+  char state = process_state(pid);
+  return state == 'T' || state == 't';
 }
 
 bool interrupted() {

@@ -33,6 +33,8 @@ int idle_cores();       // of the processor, at this moment; 0 if unknown
 int process_watch(int pid);
 void process_release(int pid);
 bool process_ended(int pid, int pidfd);
+// Whether a signal (SIGSTOP, Ctrl-Z) or a debugger has stopped the process.
+bool process_stopped(int pid);
 
 // Guards the tables of this process (allocations, segments, processes) and is held across fork.
 std::mutex& tables_lock();

@@ -222,6 +222,7 @@ ncclResult_t collHostGetError(ncclComm_t, collHostErrorInfo_t* info) { return no
 ncclResult_t collHostQueueGetError(collHostQueue_t, uint64_t, collHostErrorInfo_t* info) { return nothing(info); }
 ncclResult_t collHostCommPending(ncclComm_t, collHostErrorInfo_t* info) { return nothing(info); }
 ncclResult_t collHostCommSetTimeout(ncclComm_t, int64_t) { return ncclSuccess; }
+ncclResult_t collHostCommSetStep(ncclComm_t, uint64_t) { return ncclSuccess; }
 ncclResult_t collHostSetInitTimeout(int64_t) { return ncclSuccess; }
 ncclResult_t collHostSetInterruptCheck(int (*)(void)) { return ncclSuccess; }
 ncclResult_t collHostCommSequence(ncclComm_t, uint64_t* sequence) {

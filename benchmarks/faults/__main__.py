@@ -12,9 +12,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rows import RESULTS, append_rows, provenance
 
-from benchmarks.faults import deviations, kills, soak, table
+from benchmarks.faults import deviations, kills, soak, table, trainings
 
-KINDS = {"kills": kills.run_trial, "deviations": deviations.run_trial, "soak": soak.run_trial}
+KINDS = {
+    "kills": kills.run_trial, "deviations": deviations.run_trial, "soak": soak.run_trial,
+    "trainings": trainings.run_trial,
+}  # fmt: skip
 
 
 def main() -> int:
@@ -57,6 +60,7 @@ def summarise(kind: str, rows: list[dict], first: int, spent: float) -> dict:
         "median_s": round(statistics.median(seconds), 3) if seconds else None,
         "worst_s": round(max(seconds), 3) if seconds else None, "spent_s": round(spent, 1),
         "operations": sum(row.get("operations", 0) for row in rows),
+        "deaths": sum(row["deaths"] if "deaths" in row else len(row.get("victims", ())) for row in rows),
     }  # fmt: skip
 
 

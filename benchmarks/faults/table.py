@@ -14,6 +14,7 @@ MARKS = re.compile(r"(<!-- faults -->\n).*?(<!-- end -->)", re.DOTALL)
 WHAT = {
     "kills": "ranks die or stop at random",
     "deviations": "one rank's program deviates",
+    "trainings": "elastic trainings in which ranks die and join",
     "soak": "1,000 operations against an oracle",
 }
 

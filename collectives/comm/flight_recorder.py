@@ -18,8 +18,10 @@ import mmap
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -226,12 +228,27 @@ def _install_once() -> None:
 
 
 def _on_signal(_number, _frame) -> None:
-    """Report what is in flight, on stderr and, with COLLECTIVES_FLIGHT_DIR, where its files are."""
-    lines = []
-    for flight in list(_flights.values()):
-        lines.append(f"{flight.name}: {flight.ring.issued} operations" + (f", {flight.path}" if flight.path else ""))
-    sys.stderr.write("collectives: flight recorder: " + ("; ".join(lines) or "no communicator") + "\n")
+    """Write the rings into COLLECTIVES_FLIGHT_DIR, else a folder of this user's under the temporary one,
+    and say on stderr where.
+    """
+    try:
+        folder = Path(os.environ.get(_DIR) or _make_own_folder())
+        text = f"{len(dump(folder))} files in {folder}" if _flights or _kept else "no communicator"
+    except OSError as error:
+        text = f"could not be written: {error}"
+    sys.stderr.write(f"collectives: flight recorder of process {os.getpid()}: {text}\n")
     sys.stderr.flush()
+
+
+def _make_own_folder() -> Path:
+    """Make the folder for rings that were asked for by a signal; another user's is refused."""
+    folder = Path(tempfile.gettempdir(), f"collectives-flight-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(f"{folder} isn't a folder of this user's")
+    return folder
 
 
 def _at_exit() -> None:

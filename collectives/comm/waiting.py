@@ -125,12 +125,14 @@ def _log_wait(rank: int, waited: float, ranks: list[int], purpose: str, remainin
 
 
 def call_with_timeout(
-    function: Callable[[threading.Event], T], deadline: float, timeout_error: Callable[[], CollectivesError]
-) -> T:
+    function: Callable[[threading.Event], T], deadline: float, timeout_error: Callable[[], CollectivesError],
+    check: Callable[[], None] | None = None,
+) -> T:  # fmt: skip
     """Call a function that may block inside torch, with a time limit; Ctrl-C ends the call.
 
     ``deadline``: on ``time.monotonic``'s clock, in seconds; past it, the error that
-    ``timeout_error`` returns is raised. The function runs in a thread and gets an event that asks
+    ``timeout_error`` returns is raised. ``check``: called now and then meanwhile; what it raises
+    ends the call. The function runs in a thread and gets an event that asks
     it to stop; a thread that doesn't return keeps running as a daemon.
     """
     stop, ended = threading.Event(), threading.Event()
@@ -145,7 +147,13 @@ def call_with_timeout(
 
     threading.Thread(target=target, name="collectives-limited-call", daemon=True).start()
     try:
+        while check is not None and not ended.wait(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
+            check()
+            if time.monotonic() >= deadline:
+                break
         ended.wait(max(0.0, deadline - time.monotonic()))
+    except CollectivesError:  # of `check`
+        raise
     except BaseException:  # Ctrl-C: the interpreter may end next, and a thread inside torch would abort that
         stop.set()
         ended.wait(_STOP_S)

@@ -21,6 +21,7 @@ from ..gradients.compiled import reduce_tuple
 from ..gradients.ddp_checks import check_group
 from ..gradients.ddp_reducer import BucketError
 from ..gradients.state import HookState
+from ..gradients.step_count import count_steps
 from ..gradients.streams import close_comm_streams
 from ..gradients.unused_states import forget
 from ..rendezvous.process_groups import drop_communicator, get_communicator
@@ -111,6 +112,7 @@ def _on_register(ddp, state, hook) -> None:
     if hook is not fused_allreduce:
         return
     rebuild_in_pool(ddp)
+    count_steps(ddp.parameters())
     publish_process()  # so that the others notice the end of this process before its first gradients, too
     if state is None:
         check_group(ddp)

@@ -33,6 +33,7 @@ from .bucket_consensus import verify_same_buckets
 from .bucket_filler import BucketFiller
 from .compilation import compile_gradient_kernels
 from .round_flags import RoundFlags
+from .step_count import count_steps, find_step_count
 
 __all__ = ["BucketInfo", "GradientBuckets"]
 
@@ -86,8 +87,8 @@ class GradientBuckets:
         compressor = make_compressor(
             wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding
         )
-        compressor = None if isinstance(compressor, NoCompression) else compressor
-        if compressor is not None and overlap:
+        self._compressor = None if isinstance(compressor, NoCompression) else compressor
+        if self._compressor is not None and overlap:
             raise InvalidArgument("a compressed wire reduces inside of all_reduce(): leave out overlap=True", op=_OP)
         members = read_params(params)
         caps = _parse_caps(first_bucket_mb, bucket_cap_mb, members, comm, process_group)
@@ -96,19 +97,18 @@ class GradientBuckets:
         else:
             check_devices(members, comm)
         self._average = average
-        self._compressor = compressor
-        self._wanted_overlap = False if compressor is not None else overlap
+        self._wanted_overlap = False if self._compressor is not None else overlap
         self._buckets = assign_buckets(members, caps)
         self._params = [param for _, param in members]
+        count_steps(self._params)
         compile_gradient_kernels(self._params, packs=True, wire=wire)
         self._settings = f"bucket caps {caps} bytes, average={average}, overlap={overlap}, wire {wire}"
         devices = list(dict.fromkeys(bucket.device for bucket in self._buckets))
         self._comms = BucketComms(self, devices, comm, process_group)
         self._filler = BucketFiller(self)
         self._overlap: bool | None = None  # None: not agreed on yet
-        self._next = 0  # the index of the bucket to start next
+        self._next, self._closed = 0, False  # the index of the bucket to start next
         self._lock = threading.RLock()  # autograd has a thread for each GPU
-        self._closed = False
         self._sent = self._bytes = 0  # bytes since the last round, and in it
 
     # ---- Properties.
@@ -118,9 +118,8 @@ class GradientBuckets:
         """The buckets, in the order in which they are sent."""
         find_names(self._params)  # one search for all of them
         return [
-            BucketInfo(tuple(b.names()), b.total, b.total * b.dtype.itemsize, b.dtype, b.device)
-            for b in self._buckets
-        ]  # fmt: skip
+            BucketInfo(tuple(b.names()), b.total, b.total * b.dtype.itemsize, b.dtype, b.device) for b in self._buckets
+        ]
 
     @property
     def overlap(self) -> bool | None:
@@ -315,6 +314,8 @@ class GradientBuckets:
 
     def _reduce_one(self, bucket: GradientBucket) -> None:
         comm = self._comms.reducing[bucket.device]
+        if bucket is self._buckets[0] and (count := find_step_count(bucket.params[0])) is not None:
+            count.begin_backward(comm)
         scaling = Scaling(divisor=comm.size if self._average else 0)
         if self._compressor is not None:
             self._sent += self._compressor.reduce(comm, bucket, scaling)

@@ -27,9 +27,9 @@ def check_group(ddp) -> None:
         )
 
 
-def check_join(params, *, average: bool, defers_step: bool) -> None:
-    """Raise `InvalidUsage` for options that can't be right inside of DDP's ``join()``, on all
-    ranks.
+def check_join(params, *, average: bool, defers_step: bool) -> bool:
+    """Return whether this is inside of DDP's ``join()``. Raises `InvalidUsage` there for options that
+    can't be right, on all ranks.
 
     Ranks that have joined call the hook, too. `params`: those of a bucket; `average`: the hook
     divides by the number of ranks; `defers_step`: the update of the hook's optimizer waits for
@@ -37,7 +37,7 @@ def check_join(params, *, average: bool, defers_step: bool) -> None:
     """
     ddp = find_ddp(params)
     if ddp is None or not ddp._join_config.enable:
-        return
+        return False
     if average and not ddp._divide_by_initial_world_size:
         raise InvalidUsage(
             "join(divide_by_initial_world_size=False) divides by the ranks that have not joined, which a hook is "
@@ -48,3 +48,4 @@ def check_join(params, *, average: bool, defers_step: bool) -> None:
             "with a GradScaler the updates wait for optimizer.step(), which a rank that has joined doesn't call: "
             "in join() step the optimizer after the backward, without HookState's optimizer"
         )
+    return True

@@ -25,6 +25,7 @@ from ..torch_compat import current_graph_task_id
 from .bucket_gradients import BucketGradients
 from .ddp_checks import check_join
 from .pipeline import GradientPipeline
+from .step_count import find_step_count
 from .streams import CommStream, should_overlap
 
 __all__ = ["BucketError", "DDPReducer"]
@@ -146,9 +147,10 @@ class DDPReducer:
         if comm is not self._comm:
             self._comm, self._overlaps = comm, comm._on_host and should_overlap(comm)
         step = pipeline.optimizer_step
-        check_join(
+        joins = check_join(
             params, average=pipeline.options.average, defers_step=step is not None and pipeline.scaler is not None
         )
+        self._count_step(params[0], comm, joins)
         depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
         self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
         self._keeps = depends_on_layout or self._overlaps or not comm._on_host or bool(pipeline.stages)
@@ -159,6 +161,16 @@ class DDPReducer:
         finds_unused = ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
         counted = pipeline.comm_streams if pipeline.needs_stats else []
         self.gradients = BucketGradients(pipeline, counted, finds_unused=finds_unused)
+
+    def _count_step(self, param, comm, joins: bool) -> None:
+        """Compare the ranks' steps; not in `join`, whose ranks end theirs one after the other."""
+        count = find_step_count(param)
+        if count is None:
+            return
+        if joins:
+            count.reset()
+        else:
+            count.begin_backward(comm, *(each.comm for each in self.pipeline.comm_streams if each.comm is not comm))
 
     def _end_interrupted(self, owner) -> None:
         """End a backward that was interrupted, or that another module's interleaves with."""

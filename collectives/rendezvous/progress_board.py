@@ -232,7 +232,13 @@ class ProgressBoard:
 
         def find_missing() -> list[int]:
             missing = []
-            for rank, position, status in self._others_in_epoch():
+            for rank in self._lines:
+                epoch, position, status = self._read(rank)
+                if epoch > self._epoch:
+                    return []  # that rank has seen all of them fail
+                if epoch < self._epoch:  # it doesn't know yet that the last epoch has ended
+                    missing.append(rank)
+                    continue
                 if position > self.position:
                     needed.append(rank)
                     return []

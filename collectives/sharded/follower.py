@@ -57,6 +57,7 @@ class Follower:
         self.iteration = 0  # forwards, and backwards after them, that this rank has begun since all ranks were in step
         self.is_unfinished = False  # a forward that computes gradients has ended, and no backward has begun
         self.was_interrupted = False  # an exception has ended a pass that was negotiated
+        self.after_error: Callable[[], None] = lambda: None  # called once all ranks have raised
         self._begins_iteration = False
         self._reason = 0  # of `failed`
         self.is_following = board is not None  # between passes, or in one whose schedule is followed
@@ -89,10 +90,10 @@ class Follower:
         return self.uneven_blocks == int(self.board is None)
 
     def _progress(self, begins_forward: bool = False) -> int:
-        """Return this rank's progress, for the others: the iteration, and whether a forward begins in
-        place of its backward.
+        """Return this rank's progress, for the others: the iteration, whether its backward is still to
+        come, and whether a forward begins in place of that.
         """
-        return self.iteration << 1 | (begins_forward and self.is_unfinished)
+        return self.iteration << 2 | self.is_unfinished << 1 | (begins_forward and self.is_unfinished)
 
     # ---- Passes.
 
@@ -138,7 +139,7 @@ class Follower:
         """Return whether this rank begins a forward where others are in the backward of the one
         before. Raises `RemoteError` where another rank does.
         """
-        return self.is_unfinished and (wants is None or not all(each & 1 for each in self.board.progress))
+        return self.is_unfinished and (wants is None or not all(each & 2 for each in self.board.progress))
 
     def _announce_skip(self, iteration: int) -> None:
         """Have the others raise in an iteration whose rest this rank has skipped, and wait for that."""
@@ -179,7 +180,7 @@ class Follower:
         current = self.current
         if current is None or current.schedule is None:
             self.recover()
-            while self._leave(code, code) is None:
+            while self._leave(code, code, self._progress()) is None:
                 if current is not None or not self.is_unfinished:
                     self.raise_divergence(code)
                 self._announce_skip(self.iteration)
@@ -268,7 +269,7 @@ class Follower:
             raise
         if failed is not None:
             self._raise_remote(failed)
-        if wants is not None and not progress & 1 and len(set(wants)) > 1:
+        if wants is not None and not self.is_unfinished and len(set(wants)) > 1:
             for rank in [rank for rank, each in enumerate(self.board.progress) if each & 1]:
                 self._fail_all(REMOTE << KIND_SHIFT | rank << 1)
                 raise remote_error(SKIPPED.format(f"rank {rank}"), self._rank, rank)
@@ -282,6 +283,7 @@ class Follower:
             self.book.forget()
             self.errors += 1
             self.uneven_blocks = self.lasting_blocks
+            self.after_error()
         if not self.uneven_blocks:
             self.is_following = True
             self.book.begin()
@@ -331,8 +333,8 @@ class Follower:
         diverged = self.failed is Status.FAILED and kind_of(self._reason) != REMOTE
         self.failed, iteration = None, self.iteration
         self.follow_again(after_error=True)
-        if not diverged and iteration < max(self.board.progress) >> 1:
-            first = statuses.index(Status.INTERRUPTED) if Status.INTERRUPTED in statuses else self._rank
+        if Status.INTERRUPTED in statuses and not diverged and iteration < max(self.board.progress) >> 2:
+            first = statuses.index(Status.INTERRUPTED)
             raise remote_error(BEHIND.format(f"on rank {first}"), self._rank, first)
 
     def _raise_remote(self, rank: int) -> None:
@@ -341,7 +343,7 @@ class Follower:
         if kind_of(reason) == REMOTE:
             rank = self._units.index_of(reason)
             status, reason = self.board.reason_of(rank)
-        if status is Status.INTERRUPTED and self.board.progress_of(rank) >> 1 < self.iteration:
+        if status is Status.INTERRUPTED and self.board.progress_of(rank) >> 2 < self.iteration:
             text = BEHIND.format(f"on rank {rank}")
         elif status is Status.INTERRUPTED:
             text = SKIPPED.format(f"rank {rank}") if reason else INTERRUPTED.format(f"on rank {rank}")

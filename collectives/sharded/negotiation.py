@@ -1,4 +1,4 @@
-"""Negotiation: the ranks agree on each collective, by an all-reduce of 72 bytes, before they make it.
+"""Negotiation: the ranks agree on each collective, by an all-reduce of 80 bytes, before they make it.
 
 Ranks need not run the same units. Before a collective each rank announces the one that it has
 reached:
@@ -110,7 +110,7 @@ class Negotiation:
         self._reset = reset
         self.newest_iteration = 0  # of all ranks, in the last round
         self.are_idle = False  # in the last round no rank was in a pass
-        self._row = numpy.zeros(9, dtype=numpy.int64)
+        self._row = numpy.zeros(10, dtype=numpy.int64)
 
     def negotiate(
         self, code: int, current: Pass | None, described: str = "", *, mark: Mark = Mark.ENDED, iteration: int = 0
@@ -129,14 +129,20 @@ class Negotiation:
         count = mark << _COUNT | self._rank
         while True:
             key = 0 if current is None else current.key if current.clean else _UNCLEAN
-            row[:] = (code, -code, wish, count, -count, 0, key, -key, iteration)
+            left_out = iteration if mark is Mark.UNFINISHED else 0
+            row[:] = (code, -code, wish, count, -count, 0, key, -key, iteration, left_out)
             self.control.all_reduce(row, "max")
-            most, least, lowest, last, first, failed, highest_key, lowest_key, self.newest_iteration = row.tolist()
+            most, least, lowest, last, first, failed, highest_key, lowest_key, newest, left_out = row.tolist()
+            self.newest_iteration = newest
             if failed:
                 self._reset()
                 raise remote_error(FAILED.format(failed - 1), self._rank, failed - 1)
             if last >> _COUNT:
                 worst = Mark(last >> _COUNT)
+                if worst is Mark.UNFINISHED and left_out < newest:  # others have begun that forward, too
+                    if mark is Mark.UNFINISHED:
+                        return PARTIAL
+                    continue
                 if worst is Mark.INTERRUPTED or -first >> _COUNT == Mark.ENDED:
                     if mark is Mark.ENDED:
                         self._raise_interrupted(worst, last & (1 << _COUNT) - 1)
@@ -170,7 +176,7 @@ class Negotiation:
 
     def fail(self) -> None:
         """Announce to the others, in their next calls, that this rank can't go on."""
-        self._row[:] = (0, 0, _NONE, 0, 0, self._rank + 1, 0, 0, 0)
+        self._row[:] = (0, 0, _NONE, 0, 0, self._rank + 1, 0, 0, 0, 0)
         self.control.all_reduce(self._row, "max")
 
     # ---- Errors that all ranks raise in one round.

@@ -155,6 +155,8 @@ def _after_step(optimizer, _args, _kwargs) -> None:
     """Reshard what is gathered, since the shards are newer."""
     for unit in find_units(param for group in optimizer.param_groups for param in group["params"]):
         unit.post_optim_step()
+        if unit.scheduler.graph_task is None:  # else each rank steps the parameters of which it has a part
+            unit.scheduler.count_step()
 
 
 @functools.cache

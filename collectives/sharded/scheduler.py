@@ -13,6 +13,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
+from ..gradients.step_count import StepCount
 from ..gradients.streams import should_overlap
 from ..rendezvous.control import open_control
 from ..torch_compat import current_graph_task_id
@@ -74,6 +75,8 @@ class Scheduler:
         self.pool = BufferPool()
         self.host_copies = HostCopies()
         self.full_param_optimizers = OptimizerRegistry()
+        self._step_count = StepCount()
+        self.agreement.follower.after_error = self._step_count.reset  # of all ranks
         # Whether collectives overlap with the computation: on a GPU, or on spare cores.
         self.should_overlap = not comm._on_host or should_overlap(comm)
         self.depth = 0  # nesting of units' forwards
@@ -89,6 +92,20 @@ class Scheduler:
     def units(self) -> list[Unit]:
         """The units that are alive."""
         return self.registry.living()
+
+    def count_step(self) -> None:
+        """Count a step of an optimizer, the first one since a backward: from now on the ranks compare
+        it with each collective of the shards.
+        """
+        if not self._step_count.has_stepped:
+            self._step_count.has_stepped = True
+            ranks = [unit.ranks for unit in self.units]
+            found = {id(comm): comm for each in ranks for comm in (each.shard, each.replicas) if comm is not None}
+            self._step_count.advance(*{id(self.comm): self.comm, **found}.values())
+
+    def forget_steps(self) -> None:
+        """Count steps anew: all ranks have loaded the same parameters."""
+        self._step_count.reset()
 
     # ---- Gathering.
 
@@ -275,6 +292,7 @@ class Scheduler:
         if self.graph_task is None:
             self.graph_task = current_graph_task_id()
             self._current_backward = []
+            self._step_count.has_stepped = False
             self._resharded_in_backward = False
             self.planner.begin_backward(in_forward=self.depth > 0, is_last=self.is_last_backward)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

@@ -22,7 +22,7 @@ def uneven(module: nn.Module) -> Iterator[None]:
     For an evaluation on rank 0 alone, ``generate()`` of other lengths on each rank, other numbers
     of micro-batches, of which only the last one reduces gradients. All ranks enter the block and
     leave it together: a collective at both ends, which blocks. Inside it the ranks agree before
-    each collective, with a message of 72 bytes, and each host waits for the others there. `module`:
+    each collective, with a message of 80 bytes, and each host waits for the others there. `module`:
     sharded, or one that holds sharded modules; its communicator's other units are meant, too. Where
     an exception ends the block on some ranks only, all raise `RemoteError` in their next calls, and
     no rank is in the block any more. Raises `InvalidArgument` where nothing in it is sharded.

@@ -1,7 +1,8 @@
 """An elastic training with faults, run by the tests and by benchmarks/faults as a program.
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
-N", "commit N", "sync N" or "init", "how": "kill", "exit" or "raise"}. WAY: "plain", "ddp" or "hvd".
+N", "commit N", "sync N" or "init", "how": "kill", "exit" or "raise"}. WAY: "plain", "ddp", whose gradients go in
+WIRE, or "hvd".
 LEAST: as many ranks take part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
 """
 
@@ -19,9 +20,9 @@ from torch.nn.functional import mse_loss
 import collectives
 from collectives import elastic
 
-FAULTS = [each for each in json.loads(os.environ.get("FAULTS", "[]")) if each["rank"] == int(os.environ["RANK"])]
+FAULTS = [each for each in json.loads(os.environ.get("FAULTS", "[]")) if str(each["rank"]) == os.environ.get("RANK")]
 LIFE = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-WAY = os.environ.get("WAY", "plain")
+WAY, WIRE = os.environ.get("WAY", "plain"), os.environ.get("WIRE", "int8")
 SAMPLES, BATCH, EPOCHS = 96, 2, int(os.environ.get("EPOCHS", "2"))
 PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds of a step
 LEAST = int(os.environ.get("LEAST", "1"))  # ranks that an epoch's end waits for
@@ -50,23 +51,26 @@ class State(elastic.TorchState):
         super().sync()
 
 
-def make_job():
+def make_job(way=WAY):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
     data = torch.randn(SAMPLES, 4, dtype=torch.float64)
+    if way == "ddp":
+        model, data = model.float(), data.float()
     return model, torch.optim.Adam(model.parameters(), lr=0.02), data, data.sin().sum(1, keepdim=True)
 
 
 def train_with(state, model, optimizer, data, target, reduce_counts, average):
     """Train from the state on; commit after every second step."""
-    local = torch.zeros(SAMPLES, dtype=torch.int64)
+    local: list[torch.Tensor] = []  # how often each sample occurred on this rank, for each step since the last commit
 
     def commit():
         pass_point("commit")
-        total = local.clone()
-        reduce_counts(total)
-        local.zero_()
-        state.counts = state.counts + total
+        if local:
+            total = torch.stack(local)
+            reduce_counts(total)
+            local.clear()
+            state.history = torch.cat([state.history, total])
         state.commit()
 
     while state.epoch < EPOCHS:
@@ -78,7 +82,7 @@ def train_with(state, model, optimizer, data, target, reduce_counts, average):
             average()
             optimizer.step()
             time.sleep(PAUSE)
-            local[indices] += 1
+            local.append(torch.bincount(indices, minlength=SAMPLES))
             state.sampler.record_batch(number, BATCH)
             if number % 2:
                 commit()
@@ -90,6 +94,23 @@ def train_with(state, model, optimizer, data, target, reduce_counts, average):
         state.sampler.set_epoch(state.epoch)
         state.commit()
     return mse_loss(model(data), target).item()
+
+
+def replay(way, history):
+    """Return the loss of one process that makes the same steps, with as many of each sample as `history` has."""
+    model, optimizer, data, target = make_job(way)
+    for counts in torch.as_tensor(history, dtype=data.dtype):
+        optimizer.zero_grad()
+        ((model(data) - target).square().squeeze(1) @ (counts / counts.sum())).backward()
+        optimizer.step()
+    return mse_loss(model(data), target).item()
+
+
+def make_state(kind, model, optimizer, data, **more):
+    return kind(
+        model=model, optimizer=optimizer, sampler=elastic.ElasticSampler(data), epoch=0,
+        history=torch.zeros((0, SAMPLES), dtype=torch.int64), **more,
+    )  # fmt: skip
 
 
 def run_plain():
@@ -108,16 +129,13 @@ def run_plain():
 
     collectives.init()
     pass_point("init")
-    state = State(
-        model=model, optimizer=optimizer, sampler=elastic.ElasticSampler(data), epoch=0,
-        counts=torch.zeros(SAMPLES, dtype=torch.int64),
-    )  # fmt: skip
+    state = make_state(State, model, optimizer, data)
     return train(state), state
 
 
 def run_ddp():
     model, optimizer, data, target = make_job()
-    hook_state = collectives.HookState(wire="int8", error_feedback=True)
+    hook_state = collectives.HookState(wire=WIRE, error_feedback=WIRE != "fp32")
 
     @elastic.run(process_group="gloo")
     def train(state):
@@ -129,12 +147,7 @@ def run_ddp():
 
     collectives.init()
     pass_point("init")
-    model.float()
-    data, target = data.float(), target.float()
-    state = State(
-        model=model, optimizer=optimizer, sampler=elastic.ElasticSampler(data), epoch=0,
-        counts=torch.zeros(SAMPLES, dtype=torch.int64),
-    )  # fmt: skip
+    state = make_state(State, model, optimizer, data)
     return train(state), state
 
 
@@ -158,17 +171,14 @@ def run_hvd():
     hvd.init()
     pass_point("init")
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    state = HvdState(
-        model=model, optimizer=optimizer, sampler=hvd.elastic.ElasticSampler(data), epoch=0,
-        counts=torch.zeros(SAMPLES, dtype=torch.int64),
-    )  # fmt: skip
+    state = make_state(HvdState, model, optimizer, data)
     return train(state), state
 
 
 if __name__ == "__main__":
     loss, state = {"plain": run_plain, "ddp": run_ddp, "hvd": run_hvd}[WAY]()
     comm = elastic.communicator()
-    row = {"rank": comm.rank, "size": comm.size, "loss": loss, "counts": state.counts.tolist(), "epoch": state.epoch}
+    row = {"rank": comm.rank, "size": comm.size, "loss": loss, "epoch": state.epoch, "history": state.history.tolist()}
     with open(f"{os.environ['OUT']}.{os.getpid()}", "w") as file:
         file.write(json.dumps(row))
     sys.stdout.flush()

@@ -196,11 +196,23 @@ def test_files_stay_only_where_something_failed(tmp_path):
 
 
 def test_without_a_folder_it_is_dumped_on_request(tmp_path):
-    done = run_program("dump", tmp_path, COLLECTIVES_FLIGHT_DIR="")
+    """By the function, and by SIGUSR2, under the temporary folder, unless another file or user has its name."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    done = run_program("dump", tmp_path / "here", COLLECTIVES_FLIGHT_DIR="", TMPDIR=str(temporary))
     assert done.returncode == 0, done.stderr
-    assert "flight recorder:" in done.stderr
     (path,) = done.stdout.split()
     assert read_file(path).issued == 3010
+    folder = temporary / f"collectives-flight-{os.getuid()}"
+    assert f"1 files in {folder}" in done.stderr and folder.stat().st_mode & 0o777 == 0o700
+    (path,) = folder.iterdir()
+    assert read_file(path).issued == 3010
+    path.unlink()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    done = run_program("dump", tmp_path / "here", COLLECTIVES_FLIGHT_DIR="", TMPDIR=str(temporary))
+    assert done.returncode == 0 and "isn't a folder of this user's" in done.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "temporary"]
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):

@@ -479,13 +479,7 @@ def mismatched(ctx, kind, late):
     return bool(full(model)["net.2.weight"].isfinite().all())
 
 
-# Since a rank's error no longer costs its next forward, a rank that steps beside another one's forward may raise twice.
-_RAISES_TWICE = pytest.mark.xfail(reason="a rank raises in the next iteration, too, and the other one doesn't")
-
-
-@pytest.mark.parametrize(
-    "kind", ["order", "other", "alike", "gradient", pytest.param("forward", marks=_RAISES_TWICE)]
-)
+@pytest.mark.parametrize("kind", ["order", "other", "alike", "gradient", "forward"])
 def test_ranks_that_differ_raise(kind):
     for late in (False, True) if kind in ("gradient", "forward") else (False,):
         assert run_ranks(mismatched, 2, kind, late) == [True, True], late

@@ -26,6 +26,7 @@ from collectives.sharded import (
 from collectives.sharded.fsdp1 import state_dict_type as settings
 from collectives.sharded.state.shard_tensor import ShardTensor
 from tests.ddp.training import run
+from tests.ranks import run_ranks
 from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
 
 RULES = {
@@ -102,6 +103,20 @@ def model_both_ways(ctx):
     fully_shard(frozen, comm=comm)
     got = get_model_state_dict(frozen, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True))
     assert want.keys() - got.keys() == {"conv.weight", "conv.bias"}
+
+
+def forward_without_backward(ctx):
+    """A rank makes a state dict, and another one a forward, after a forward whose backward never comes."""
+    model = sharded(comm=ctx.communicator().split(0))
+    model(IDS)
+    if ctx.rank == 0:
+        model.state_dict()  # the other rank helps
+    model(IDS).sum().backward()
+    return True
+
+
+def test_a_state_dict_after_a_forward_without_a_backward():
+    assert run_ranks(forward_without_backward, 2) == [True, True]
 
 
 def test_models(tmp_path):

@@ -21,7 +21,8 @@ from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalErro
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
-from .error_store import ErrorStore, StoreGone
+from ..waiting import call_with_timeout
+from .error_store import ErrorStore, ParentFailed, StoreGone
 from .gloo import GlooConnections, TransferError
 from .host import HostCollectives
 from .library import Call, CallOrder, MultiNodeLibrary
@@ -32,6 +33,7 @@ from .topology import Topology, group_ranks_by_node
 
 __all__ = ["MultiNodeComm", "NoFastPath", "open_multinode"]
 
+_ENGINES_S = 5.0  # after the deadline, in which the host engine ends its own wait
 _FIRST_CREATED_OP = 1 << 20  # the numbers of premultiplied sums
 
 
@@ -313,17 +315,21 @@ class MultiNodeComm:
         rank = ranks.index(self.rank)
         peers = [self.peers[each] for each in ranks]
         seconds = min(self._init_timeout, self._timeout or self._init_timeout)
+        root, parent = self._root_store, self._store if op == "split" else None  # shrink: it has failed
         try:
             if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
-                store = ErrorStore(self._root_store.store, self._root_store.host, rank)
+                store = ErrorStore(root.store, root.host, rank, parent=parent)
                 child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
                 child.set_timeout(self._timeout)
                 return child
-            store = self._root_store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
+            processes = [peer.process for peer in peers]
+            store = ErrorStore(root.store, root.host, rank, parent=parent).with_prefix(f"comm{uid}", rank, processes)
             deadline = time.monotonic() + seconds
             return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
         except StoreGone as error:
             raise StoreGone(error.message, op=op, rank=self.rank) from error
+        except ParentFailed as error:
+            raise error.posted from error
         except CollectivesError as error:
             raise renumber_error(error, ranks, op=op, rank=self.rank) from error
 
@@ -362,6 +368,8 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
     ``connects``: the nodes were being connected, where a rank only knows who did not come. That one
     may have posted for whom it waited.
     """
+    if isinstance(error, ParentFailed):  # the others look there, too
+        return error
     if connects and isinstance(error, CollectiveTimeout | RemoteError):
         error = store.fetch_error() or error
     store.post_error(error)
@@ -413,7 +421,14 @@ def _open_intra_node(library, store: ErrorStore, ranks: tuple[int, ...], rank: i
     else:
         unique_id = bytes.fromhex(store.get(key, deadline, ranks[0]).decode())
     library.set_init_timeout(max(1.0, deadline - time.monotonic()))
-    try:
-        return library.comm_init_rank(len(ranks), unique_id, ranks.index(rank))
-    except CollectivesError as error:
-        raise renumber_error(error, ranks, op="init", rank=rank) from error
+
+    def open_it(_):
+        try:
+            return library.comm_init_rank(len(ranks), unique_id, ranks.index(rank))
+        except CollectivesError as error:
+            raise renumber_error(error, ranks, op="init", rank=rank) from error
+
+    def timed_out() -> CollectivesError:  # the engine's own limit comes first
+        return CollectiveTimeout("the ranks of this node did not connect in time", op="init", rank=rank)
+
+    return call_with_timeout(open_it, deadline + _ENGINES_S, timed_out, store.check_ranks)

@@ -13,13 +13,14 @@ from ... import errors
 from ...errors import CollectivesError, RemoteError, TransportError
 from ...secret import seal, unseal
 from ..liveness import exit_reason
-from ..waiting import RankWait, call_with_timeout, first_line
+from ..waiting import RankWait, call_with_timeout, first_line, format_ranks
 
-__all__ = ["ErrorStore", "StoreGone"]
+__all__ = ["ErrorStore", "ParentFailed", "StoreGone"]
 
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
 _POLL_S = 0.002
 _ANSWER_S = 3.0  # in which a store that lives answers
+_CHECK_S = 0.2  # between looks for the cause of a wait
 
 T = TypeVar("T")
 
@@ -28,22 +29,41 @@ def _purpose(key: str) -> str:
     return f"nodes/{key}"
 
 
+class _NoAnswer(TransportError):
+    """The store doesn't answer: its process is stopped, or a network drops what is sent."""
+
+
 class StoreGone(RemoteError):
     """The store is gone; the error is about no rank of the communicator that is being opened."""
+
+
+class ParentFailed(RemoteError):
+    """The communicator from which this one is split has failed on another rank; ``posted``: its error, in the
+    parent's numbers.
+    """
+
+    def __init__(self, posted: CollectivesError):
+        super().__init__(posted.message, op=posted.op, rank=posted.rank, peers=posted.peers)
+        self.posted = posted
 
 
 class ErrorStore:
     """A torch store that lives as long as the communicator, with the first error that a rank posts.
 
     ``host``: name or address of the store as this rank reaches it, "" where that isn't known;
-    ``processes``: the ranks' processes, as `liveness.this_process` names them.
+    ``processes``: the ranks' processes, as `liveness.this_process` names them; ``parent``: the store of
+    the communicator that is split, while this one opens.
     """
 
-    def __init__(self, store: dist.Store, host: str, rank: int, processes: Sequence[str] = ()):
+    def __init__(
+        self, store: dist.Store, host: str, rank: int, processes: Sequence[str] = (), parent: ErrorStore | None = None
+    ):
         self.store = store
         self.processes = processes
         self.host = host
         self.rank = rank
+        self.parent = parent
+        self._checked_at = 0.0
         self._unreachable = False  # the process that served it has ended: torch prints a stack for each further try
 
     def with_prefix(self, prefix: str, rank: int, processes: Sequence[str]) -> ErrorStore:
@@ -51,7 +71,7 @@ class ErrorStore:
 
         ``processes``: those of its ranks.
         """
-        return ErrorStore(dist.PrefixStore(prefix, self.store), self.host, rank, processes)
+        return ErrorStore(dist.PrefixStore(prefix, self.store), self.host, rank, processes, self.parent)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
@@ -81,9 +101,30 @@ class ErrorStore:
                 raise self._unreachable_error(error) from error
             if found is not None:
                 return unseal(found, _purpose(key))
+            self.check_ranks()
             wait.check(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
+
+    def check_ranks(self) -> None:
+        """Raise why the communicator can't be opened: the cause that a rank has posted, or `RemoteError`
+        where the process of any rank has ended that this one can know of. Cheap: looks now and then.
+        """
+        now = time.monotonic()
+        if now < self._checked_at + _CHECK_S:
+            return
+        self._checked_at = now
+        if (posted := self.fetch_error(seconds=0.0)) is not None:
+            raise posted
+        if self.parent is not None and (posted := self.parent.fetch_error(seconds=0.0)) is not None:
+            raise ParentFailed(posted)
+        ended = {peer: how for peer in range(len(self.processes)) if (how := self._exit_reason(peer))}
+        if ended:
+            how = "; ".join(f"rank {peer}: {text}" for peer, text in list(ended.items())[:8])
+            raise RemoteError(
+                f"{format_ranks(ended)} will not come to connect the machines: {how}",
+                op="init", rank=self.rank, peers=sorted(ended),
+            )  # fmt: skip
 
     def _exit_reason(self, peer: int) -> str:
         return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""
@@ -107,11 +148,11 @@ class ErrorStore:
         except RuntimeError:
             self._unreachable = True
 
-    def fetch_error(self) -> CollectivesError | None:
-        """Return the error that a rank has posted; None if there is none after a second."""
+    def fetch_error(self, seconds: float = _FETCH_S) -> CollectivesError | None:
+        """Return the error that a rank has posted; None if there is none after some seconds."""
         if self._unreachable:
             return None
-        until = time.monotonic() + _FETCH_S
+        until = time.monotonic() + seconds
 
         def fetch():
             while not self.store.check(["failed"]):
@@ -128,6 +169,9 @@ class ErrorStore:
             kind = getattr(errors, posted["kind"]) if posted["kind"] in errors.__all__ else RemoteError
             peers = [int(peer) for peer in posted["peers"]]
             return kind(str(posted["text"]), op=posted["op"], rank=self.rank, peers=peers)
+        except _NoAnswer:
+            self._unreachable = True
+            return None
         except (ValueError, KeyError, TypeError, TransportError):  # not what `post_error` writes
             return None
         except RuntimeError:
@@ -139,7 +183,7 @@ class ErrorStore:
         for minutes. Raises ``RuntimeError`` past `_ANSWER_S` as where the server has ended.
         """
         return call_with_timeout(
-            lambda _: function(), time.monotonic() + _ANSWER_S, lambda: TransportError("it does not answer")
+            lambda _: function(), time.monotonic() + _ANSWER_S, lambda: _NoAnswer("it does not answer")
         )
 
     def _unreachable_error(self, error: BaseException) -> CollectivesError:

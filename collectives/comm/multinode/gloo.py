@@ -56,7 +56,10 @@ class GlooConnections:
         options._devices = [_get_device(_find_address(error_store, rank, size, deadline))]
         options._threads = 1
         options._timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        store = dist.PrefixStore("gloo", error_store.store)
+
+        def connect(_):
+            # A store's calls have one lock: while Gloo waits in its own, `check_ranks` can look.
+            return dist.ProcessGroupGloo(dist.PrefixStore("gloo", error_store.store.clone()), rank, size, options)
 
         def timed_out() -> CollectivesError:
             return CollectiveTimeout(
@@ -66,9 +69,7 @@ class GlooConnections:
             )  # fmt: skip
 
         try:
-            self._gloo = call_with_timeout(
-                lambda _: dist.ProcessGroupGloo(store, rank, size, options), deadline + 1.0, timed_out
-            )
+            self._gloo = call_with_timeout(connect, deadline + 1.0, timed_out, error_store.check_ranks)
         except CollectivesError:
             raise
         except RuntimeError as error:

@@ -240,6 +240,7 @@ def post_load_state_dict(unit: Unit, module: nn.Module) -> None:
         write_back_params(unit.params)
     finally:
         unit.registration.restore()
+        unit.scheduler.forget_steps()
 
 
 # ---- Torch's options.

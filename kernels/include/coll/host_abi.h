@@ -123,6 +123,9 @@ ncclResult_t collHostReduceScatterShare(const void* send, void* recv, size_t rec
 // operation fails with ncclTimeout and the communicator is out of use, since this rank can't take
 // back what it has already contributed.
 ncclResult_t collHostCommSetTimeout(ncclComm_t comm, int64_t timeout_ms);
+
+/* The program's step from now on, 0 for none: ranks that call a collective in different steps get collHostErrorMismatch. */
+ncclResult_t collHostCommSetStep(ncclComm_t comm, uint64_t step);
 // Limit of the init functions of the calling process, in ms (60,000 at first).
 ncclResult_t collHostSetInitTimeout(int64_t timeout_ms);
 // Called about ten times a second by a thread that waits inside a blocking call; non-zero ends the

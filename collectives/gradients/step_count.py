@@ -1,0 +1,82 @@
+"""Counts of optimizer steps, which the ranks compare when they exchange gradients.
+
+A rank that leaves out an optimizer's step, as where an exception was caught between a backward and
+``optimizer.step()``, has other parameters than the others from then on. Its next gradients would be
+averaged with theirs all the same. So each rank counts the steps between its backwards, and the host
+engine compares the counts with each call; see `set_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..comm.communicator import Communicator
+from ..comm.program_step import set_step
+
+__all__ = ["StepCount", "count_steps", "find_step_count"]
+
+_counts = WeakTensorKeyDictionary()  # parameter -> the count of its module
+
+
+class StepCount:
+    """Counts the steps between backwards, several as one, since the communicator was first used.
+    `has_stepped`: since the last backward; to be set by each step.
+    """
+
+    def __init__(self):
+        self.has_stepped = False
+        self._steps = 0
+        self._comms: list[weakref.ref] = []
+
+    def reset(self) -> None:
+        """Count anew: all ranks have the same parameters again, or have raised since they haven't."""
+        for comm in filter(None, (each() for each in self._comms)):
+            set_step(comm, 0)
+        self._steps, self.has_stepped, self._comms = 0, False, []
+
+    def begin_backward(self, comm: Communicator, *others: Communicator) -> None:
+        """Count a step if one was made since the last backward, or this is the first one."""
+        if not self._comms or self._comms[0]() is not comm or self.has_stepped:
+            self.advance(comm, *others)
+            self.has_stepped = False
+
+    def advance(self, comm: Communicator, *others: Communicator) -> None:
+        """Count a step, which the ranks compare in the calls from here on, on `others`, too."""
+        if not self._comms or self._comms[0]() is not comm:  # the other ranks' counts begin with it, too
+            self._steps = 0
+        comms = [comm, *others]
+        self._steps, self._comms = self._steps + 1, list(map(weakref.ref, comms))
+        for each in comms:
+            set_step(each, self._steps)
+
+
+def count_steps(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Count the steps of the optimizers of a module's parameters."""
+    _register_hook()
+    count = StepCount()
+    for parameter in parameters:
+        _counts[parameter] = count
+
+
+def find_step_count(parameter: torch.Tensor) -> StepCount | None:
+    """Return the count of a parameter's module; None where its steps aren't counted."""
+    return _counts.get(parameter)
+
+
+def _after_step(optimizer, _args, _kwargs) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"][:1]:
+            count = _counts.get(parameter)
+            if count is not None:
+                count.has_stepped = True
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_post_hook(_after_step)
