@@ -17,11 +17,13 @@ These are made at the first sharded module: `patch_total_norm`, `patch_scaler_ch
 hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimizer_state`,
 `patch_conversions`, `patch_data_parallel`, and attributes of ``torch.Tensor`` that shards have
 (collectives/sharded/state/dtensor_calls.py). One is made at the first
-`collectives.horovod.DistributedOptimizer`: `patch_unscale`. `patch_total_norm` also changes functions
-that a program has imported by name before: torch's ``get_total_norm`` is a wrapper, and the function
-that it wraps, a variable of its closure, is exchanged. With the attribute alone such a program would
-clip by one rank's norm, a different one on each rank. `collectives.auto.install` makes its changes to
-``DistributedDataParallel`` with `patch_attribute`, when a program asks for them.
+`collectives.horovod.DistributedOptimizer`: `patch_unscale`. One is made in the process of a
+``torchrun --rdzv-backend collectives``: the class of its agent (collectives/elastic/agent.py).
+`patch_total_norm` also changes functions that a program has imported by name before: torch's
+``get_total_norm`` is a wrapper, and the function that it wraps, a variable of its closure, is
+exchanged. With the attribute alone such a program would clip by one rank's norm, a different one on
+each rank. `collectives.auto.install` makes its changes to ``DistributedDataParallel`` with
+`patch_attribute`, when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
 is found by a walk over Python's objects, whose result depends on the garbage collector.

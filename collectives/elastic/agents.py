@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ..environment import read_label
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, TransportError
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.rounds import Rounds
 from ..secret import seal, unseal
@@ -191,8 +191,13 @@ class Agents:
         return self._call("get", f"{number}/owner").decode("utf-8", "replace")
 
     def _read(self, token: str) -> bytes | None:
+        """Return an agent's record; None where it isn't written yet, or is none of this job's."""
         key = f"record/{token}"
-        return unseal(self._call("get", key), f"agents/{key}") if self._call("check", [key]) else None
+        raw = self._call("get", key) if self._call("check", [key]) else b""
+        try:
+            return unseal(raw, f"agents/{key}") or None
+        except TransportError:
+            return None
 
     def _call(self, method: str, *arguments):
         return self._store.call("agents", method, *arguments)

@@ -5,6 +5,7 @@ joined.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from typing import Any
 
@@ -133,6 +134,8 @@ class ElasticTraining:
         self._begin()
         changed, skip_sync = False, False
         while True:
+            if changed:
+                gc.collect()  # DDP objects of the call before: their hooks on parameters would stay
             try:
                 self._open_process_group()
                 if changed:
