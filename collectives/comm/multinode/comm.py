@@ -153,12 +153,7 @@ class MultiNodeComm:
         if self._aborted:
             return Aborted("abort() closed the communicator during the call", op=op, rank=self.rank)
         found = _translate_error(error, op, self.peers, self._topology, self._timeout)
-        if isinstance(found, CollectiveTimeout):
-            found = _name_ends(self._store, found)
-        elif isinstance(error, TransferError) or isinstance(found, RemoteError):
-            # This rank only knows that a transfer has failed. The rank that saw the cause has
-            # posted it.
-            found = self._store.fetch_error(peers=found.peers) or found
+        found = _find_cause(self._store, found, isinstance(error, TransferError))
         self._store.post_error(found)
         self._shut_down(found)
         return found
@@ -376,6 +371,15 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
     elif connects and isinstance(error, CollectiveTimeout | RemoteError):
         error = store.fetch_error() or error
     store.post_error(error)
+    return error
+
+
+def _find_cause(store: ErrorStore, error: CollectivesError, is_transfer: bool) -> CollectivesError:
+    """Return what another rank has posted, where this one only knows that a transfer has failed."""
+    if isinstance(error, CollectiveTimeout):
+        return _name_ends(store, error)
+    if is_transfer or isinstance(error, RemoteError):
+        return store.fetch_error(peers=error.peers) or error
     return error
 
 

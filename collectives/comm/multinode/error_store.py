@@ -195,8 +195,8 @@ class ErrorStore:
         """Return for whom the ranks wait in the end that this rank has waited for until its time was over.
 
         Ranks that wait for each other in a row run out of time together. Each posts its ``peers``, and
-        follows the others' for at most 1.5 s, or until the cause of a failure is posted. Returns ``peers`` where the row is a circle, or the
-        store can't be reached.
+        follows the others' for at most 1.5 s, or until the cause of a failure is posted. Returns
+        ``peers`` where the row is a circle, or the store can't be reached.
         """
         if self._unreachable:
             return list(peers)
