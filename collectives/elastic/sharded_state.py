@@ -70,6 +70,7 @@ class ShardedState(TorchState):
         self._versions = (Version(), Version())
         self._whole: Key | None = None  # the newest version that is known to be whole; never overwritten
         self._newest: Key | None = None
+        self._first: tuple | None = None  # record of the beginning
         self._number = 0  # of the last commit
         self._generation = 0
         self._selected: _Selected | None = None
@@ -181,11 +182,7 @@ class ShardedState(TorchState):
             version.copies.append(Copy())
         del version.copies[len(self._keepers) :]
         version.own.take(model, optimizers, version.rank == 0)
-        version.record = (
-            self._saved_state,  # copies that nobody changes
-            {name: handler._saved for name, handler in self._handlers.items()},
-            {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()},
-        )
+        version.record = self._make_record(objects)
         version.key = self._newest = key
 
     def _begin_refresh(self) -> None:
@@ -233,16 +230,19 @@ class ShardedState(TorchState):
 
     def _agree(self) -> None:
         held = [piece for version in self._versions for piece in version.list_held()]
-        rows = all_gather_object(self.channel.comm, [self._generation, held])
-        pieces = [[Held(*piece) for piece in row[1]] for row in rows]
+        rows = all_gather_object(self.channel.comm, [self._generation, self._whole is not None, held])
+        pieces = [[Held(*piece) for piece in row[2]] for row in rows]
         key, providers, missing = find_whole(pieces)
-        if key is None and missing:
+        if key is None and any(row[1] for row in rows):
             self._raise_missing(missing)
         self._generation = 1 + max(row[0] for row in rows)
-        if key is None:  # nothing was committed yet
+        if key is None:  # no refresh is done yet: the training begins again
             self._number, self._selected = 0, None
+            if self._first is not None:
+                self._set_record(self._first)
             self._call_callbacks()
             super().sync()
+            self._first = self._make_record({})
         else:
             root = next(rank for rank, mine in enumerate(pieces) if any(Key(*piece[:2]) == key for piece in mine))
             objects = self._take_attributes(key, root)
@@ -255,23 +255,34 @@ class ShardedState(TorchState):
         version = next((each for each in self._versions if each.key == key), None)
         objects: dict[str, Any] = {}
         if version is not None:
-            self._saved_state, saved, objects = version.record
-            for name, handler in self._handlers.items():
-                handler._saved = saved[name]
-            super().restore()
+            objects = self._set_record(version.record)
         self._call_callbacks()
         handlers = {name: handler.value.state_dict() for name, handler in self._handlers.items()}
         mine = {name: getattr(self, name) for name in self._saved_state}
         attributes, states, objects = self.channel.broadcast_object((mine, handlers, objects), root)
         differing = sorted((attributes.keys() | states.keys()) ^ (mine.keys() | handlers.keys()))
         if differing:
-            raise ValueError(f"rank {root}'s and rank {self.channel.rank}'s state don't both have {', '.join(differing)}")
+            both = f"rank {root}'s and rank {self.channel.rank}'s state"
+            raise ValueError(f"{both} don't both have {', '.join(differing)}")
         for name, value in attributes.items():
             setattr(self, name, value)
         for name, handler in self._handlers.items():
             handler.value.load_state_dict(states[name])
             handler.keep()
         self._keep_attributes()
+        return objects
+
+    def _make_record(self, objects: dict[str, Any]) -> tuple:
+        """Return what was saved last, which nobody changes, and the state dicts of other objects."""
+        saved = {name: handler._saved for name, handler in self._handlers.items()}
+        return self._saved_state, saved, {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()}
+
+    def _set_record(self, record: tuple) -> dict[str, Any]:
+        """Set everything to a record's values; return the state dicts of other objects."""
+        self._saved_state, saved, objects = record
+        for name, handler in self._handlers.items():
+            handler._saved = saved[name]
+        super().restore()
         return objects
 
     def _call_callbacks(self) -> None:

@@ -19,19 +19,20 @@ SECONDS = 90
 ONE_IN_3 = pytest.mark.sampled(one_in=3)
 
 
-def command(ranks, limits, *options):
-    words = [sys.executable, "-m", "collectives.run", "-n", str(ranks), "--elastic", limits, *options, str(PROGRAM)]
+def command(ranks, limits, *options, program=PROGRAM):
+    words = [sys.executable, "-m", "collectives.run", "-n", str(ranks), "--elastic", limits, *options, str(program)]
     return words
 
 
-def run_job(folder, ranks, faults, limits="1:8", way="plain", **env):
+def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, **env):
     """Run a job on one node; return its process, and what the ranks that finished have written."""
     folder.mkdir(exist_ok=True)
     env = {
         **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
-    done = subprocess.run(command(ranks, limits), env=env, capture_output=True, text=True, timeout=SECONDS)
+    words = command(ranks, limits, *options, program=program)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=SECONDS)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 

@@ -1,5 +1,7 @@
 """States that are loaded from ranks' pieces in memory: bit for bit what a checkpoint on the disk gives."""
 
+import functools
+
 import pytest
 import torch
 
@@ -49,7 +51,7 @@ def loads(ctx, folder, pieces, holders):
         else:
             ranks = DistWrapper(get_module_scheduler(model), "load", "pieces")
             here = {at: pieces[at] for at, rank in enumerate(holders) if rank == ctx.rank}
-            load_state(ranks, lambda: PieceReader(ranks, "the pieces", here), model, optimizer)
+            load_state(ranks, functools.partial(PieceReader, ranks, "the pieces", here), model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.01 and torch.equal(model.seen, torch.full((2,), 4.0))
         train(model, optimizer)
         found.append(states(model, optimizer))

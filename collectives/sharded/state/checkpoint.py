@@ -21,13 +21,13 @@ from torch import nn
 from ...errors import InvalidUsage
 from ..managed_params import units_in
 from .checkpoint_reader import PARTIAL, CheckpointReader
-from .state_reader import StateReader
 from .checkpoint_writer import CHECKSUMS, ChecksumWriter, RanksSavePlanner
 from .dist_wrapper import DistWrapper, get_module_scheduler, no_dist
 from .fqns import params_by_id
 from .manifest import flush_folder
 from .model import get_model_state_dict, set_model_state_dict
 from .optimizer import local_state_dict, optimizers_of, sharded_state
+from .state_reader import StateReader
 
 __all__ = ["load", "load_state", "make_state", "save"]
 
@@ -136,8 +136,9 @@ def load(
 
 
 def load_state(
-    ranks: DistWrapper, open_source: Callable[[], StateReader], model: nn.Module, optimizers=None, *, strict: bool = True
-) -> Any:
+    ranks: DistWrapper, open_source: Callable[[], StateReader], model: nn.Module, optimizers=None, *,
+    strict: bool = True,
+) -> Any:  # fmt: skip
     """Load a model, and its optimizers, from a reader of any source, which `open_source` returns on
     each rank; return what was saved as `extra`. A collective of `ranks`; blocks, and raises as `load`
     does.
