@@ -154,11 +154,11 @@ class ShardedState(TorchState):
         number = self._number + 1
         due = number % self._every == 0
         if due:
-            self._finish_refresh()
+            self.wait()
         # All ranks have finished the refresh once this returns: the newest version is whole.
         interrupt = self._find_host_updates()
         if interrupt is not None and not due:
-            self._finish_refresh()
+            self.wait()
             self.channel.maximum([0.0])
         if interrupt is not None or due:
             self._whole = self._newest
@@ -191,8 +191,11 @@ class ShardedState(TorchState):
             self._refresh = Refresh(self._comm, version, self._newest, self._keepers)
             self._refresh.start()
 
-    def _finish_refresh(self) -> None:
-        """Wait until this rank's shards are sent, and those that it keeps are there."""
+    def wait(self) -> None:
+        """Wait until this rank's shards of the last version are sent, and those that it keeps are here.
+
+        A commit waits by itself. Raises `RemoteError` where a rank has died.
+        """
         refresh, self._refresh = self._refresh, None
         if refresh is not None:
             refresh.wait()
