@@ -207,6 +207,8 @@ class ShardedState(TorchState):
             self._comm.abort()
         if self._refresh is not None:
             self._refresh.join()  # what has failed in it is of no more concern
+        for version in self._versions:
+            version.own.forget_sources()
         self._comm = self._refresh = self._attached = None
 
     # ---- Recovery.

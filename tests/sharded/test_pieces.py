@@ -10,7 +10,7 @@ from collectives.sharded.state.checkpoint import load_state
 from collectives.sharded.state.dist_wrapper import DistWrapper, get_module_scheduler
 from collectives.sharded.state.optimizer import get_optimizer_state_dict
 from collectives.sharded.state.piece_reader import PieceReader
-from collectives.sharded.state.rank_piece import RankPiece
+from collectives.sharded.state.rank_piece import RankPiece, read_piece
 from tests.ranks import run_ranks
 from tests.sharded.states import differences, optimizer_of, sharded, train
 
@@ -79,3 +79,72 @@ def test_what_all_ranks_have_is_in_one_piece_alone():
     other.take(model, [optimizer], False)
     size = sum(param.numel() for param in model.parameters()) * 12
     assert first.data.numel() >= size > 10 * other.data.numel()
+
+
+def tensors_of(piece):
+    state = read_piece(piece.head, piece.data)
+    flat = {f"model.{name}": value for name, value in state["model"].items()}
+    for name, entries in state["optimizer"]["state"].items():
+        flat |= {f"{name}.{key}": value for key, value in entries.items()}
+    return flat, state["optimizer"]["param_groups"]
+
+
+def taken_again(make):
+    """A piece that is taken again has what a new one has, whatever changes between."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    optimizer = make(model.parameters())
+    piece = RankPiece()
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+
+    def set_rate():
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    def replace_buffer():
+        model[1].running_mean = torch.full((3,), 7.0)
+
+    def replace_memory():
+        model[0].weight.data = torch.full((3, 3), 9.0)
+
+    def replace_state():
+        state = optimizer.state[model[0].weight]
+        state.update({key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()})
+
+    def add_group():
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 3.0})
+        model.register_parameter("extra", optimizer.param_groups[-1]["params"][0])
+
+    others = (set_rate, replace_buffer, replace_memory, replace_state, add_group)
+    for change in (step, *(each for other in others for each in (step, other)), step):
+        change()
+        piece.take(model, [optimizer], True)
+        new = RankPiece()
+        new.take(model, [optimizer], True)
+        (ours, groups), (theirs, new_groups) = tensors_of(piece), tensors_of(new)
+        assert not differences(ours, theirs) and groups == new_groups, change
+
+
+def test_pieces_that_are_taken_again():
+    taken_again(lambda params: torch.optim.AdamW(params, 0.01))
+    taken_again(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9))
+    taken_again(lambda params: torch.optim.AdamW(params, torch.tensor(0.01)))
+
+
+class Extra(torch.nn.Module):
+    calls = 0
+
+    def get_extra_state(self):
+        self.calls += 1
+        return torch.tensor(float(self.calls))
+
+
+def test_a_state_that_is_computed_anew_is_taken_anew():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Extra())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    piece = RankPiece()
+    for calls in (1, 2, 3):
+        piece.take(model, [optimizer], True)
+        assert read_piece(piece.head, piece.data)["model"]["1._extra_state"] == calls

@@ -103,10 +103,10 @@ class Checkpointer:
         def plan() -> None:
             state = make_state(model, optimizers, extra if ranks.rank == 0 else None)
             writer = DeferredWriter(partial, ranks)
+            copied = self._snapshot.take(state)
+            self._snapshot.forget_sources()
             with no_dist():
-                dcp.save(
-                    self._snapshot.take(state), storage_writer=writer, planner=RanksSavePlanner(ranks), no_dist=True
-                )
+                dcp.save(copied, storage_writer=writer, planner=RanksSavePlanner(ranks), no_dist=True)
             made.append(writer)
 
         try:

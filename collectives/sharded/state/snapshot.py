@@ -36,6 +36,7 @@ class HostSnapshot:
         self._layout: list[tuple] | None = None
         self._buffers: list[torch.Tensor | None] = []
         self._events: list = []
+        self._sources: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # (buffer, its source)
 
     @torch.no_grad()
     def take(self, state: Any) -> Any:
@@ -47,22 +48,41 @@ class HostSnapshot:
         leaves, spec = tree_flatten(state)
         leaves = as_pieces(leaves)
         self._reserve(leaves)
-        devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-        made: list[Any] = [None] * len(leaves)
-        for device in [*devices, None]:
-            chosen = [at for at, leaf in enumerate(leaves) if getattr(leaf, "device", None) == device]
-            if device is None or device.type != "cuda":
-                for at in chosen:
-                    made[at] = self._copy(at, leaves[at])
+        self._sources = {}
+        made = []
+        for leaf, buffer in zip(leaves, self._buffers, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                made.append(copy.deepcopy(leaf))
+                continue
+            made.append(leaf.like(buffer) if isinstance(leaf, ShardTensor) else buffer)
+            local = _local_part(leaf)
+            self._sources.setdefault(local.device, []).append((buffer, local))
+        self.take_again()
+        return tree_unflatten(made, spec)
+
+    @torch.no_grad()
+    def take_again(self) -> None:
+        """Copy the tensors of the last `take` again, as they are now, into what it has returned."""
+        for device, pairs in self._sources.items():
+            if device.type != "cuda":
+                for buffer, local in pairs:
+                    buffer.copy_(local)
                 continue
             with beside_current(device, "checkpoint"):
-                for at in chosen:
-                    made[at] = self._copy(at, leaves[at])
+                for buffer, local in pairs:
+                    buffer.copy_(local, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
                 self._events.append(event)
             wait_for_side_stream(device, "checkpoint")
-        return tree_unflatten(made, spec)
+
+    def list_sources(self) -> list[torch.Tensor]:
+        """Return the tensors that `take_again` copies, which are held until `forget_sources`."""
+        return [local for pairs in self._sources.values() for _, local in pairs]
+
+    def forget_sources(self) -> None:
+        """Hold the tensors of the last `take` no longer."""
+        self._sources = {}
 
     def wait(self) -> None:
         """Wait on the host until the copies are complete."""
@@ -91,13 +111,6 @@ class HostSnapshot:
                 part = part.view(each.dtype).view(each.shape)
             self._buffers.append(part)
         self._layout = [pinned, *layout]
-
-    def _copy(self, at: int, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return copy.deepcopy(leaf)
-        buffer = self._buffers[at]
-        buffer.copy_(_local_part(leaf), non_blocking=True)
-        return leaf.like(buffer) if isinstance(leaf, ShardTensor) else buffer
 
 
 def _local_part(leaf: torch.Tensor) -> torch.Tensor:
