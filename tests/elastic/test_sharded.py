@@ -10,7 +10,7 @@ import pytest
 
 from collectives.elastic.replicas import Held, Key, find_keepers, find_whole
 from tests.elastic import sharded_training
-from tests.elastic.test_training import fault, run_job
+from tests.elastic.test_training import fault, run_job, run_two_nodes
 from tests.ranks import run_ranks
 
 PROGRAM = Path(sharded_training.__file__)
@@ -81,6 +81,17 @@ def test_shards_whose_ranks_have_all_died(tmp_path):
     assert done.returncode != 0 and not rows
     assert "MissingShards" in done.stderr and "the shards of rank 1 are on no rank that is left" in done.stderr
     assert f"the newest whole checkpoint is {tmp_path}/saves/kept/step_000000002" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_node_dies(tmp_path):
+    """All ranks of the second of two nodes: the first one's ranks have kept their shards."""
+    (tmp_path / "job").mkdir()
+    faults = [{**fault(rank, "step 6"), "wait": 0.5} for rank in (2, 3)]
+    done, rows = run_two_nodes(tmp_path / "job", faults, "--max-restarts", "0", program=PROGRAM,
+                               SAVES=str(tmp_path / "job" / "saves"))  # fmt: skip
+    done[0].stderr += done[1].stderr
+    check(tmp_path / "job", done[0], rows, 2, {2, 3})
 
 
 def test_keepers_are_on_other_nodes():
