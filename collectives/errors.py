@@ -20,6 +20,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidUsage",
     "Mismatch",
+    "MissingShards",
     "RemoteError",
     "TransportError",
 ]
@@ -98,6 +99,10 @@ class InternalError(CollectivesError):
 
 class RemoteError(CollectivesError):
     """Another rank died or left; ``peers`` names it (``ncclRemoteError``)."""
+
+
+class MissingShards(CollectivesError):
+    """Shards died with all ranks that had them in memory; ``peers`` are the ranks whose they were."""
 
 
 class CollectiveTimeout(CollectivesError, TimeoutError):

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _make_parser()
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.max_restarts is None:
+        options.max_restarts = 0 if options.elastic is None else _ELASTIC_RESTARTS
     try:
         _set_variables(options)
         _complete_options(options)
@@ -71,6 +73,8 @@ def _make_parser() -> argparse.ArgumentParser:
     It takes every option of the installed torch.
     """
     parser = torchrun.get_args_parser()
+    if parser.get_default("max_restarts") == 0:  # neither the variable is set nor, so far, the option given
+        parser.set_defaults(max_restarts=None)
     parser.prog, parser.usage = f"python -m {_NAME}", _USAGE
     parser.description = "Start the ranks of a program on this machine. All of torchrun's options are taken, too."
     ours = parser.add_argument_group("options beside torchrun's")
@@ -200,7 +204,7 @@ def _run_elastic(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     port = port or str(options.master_port or (0 if nodes == "1" else _DEFAULT_PORT))
     job = ElasticJob(
         _worker_command(options), ranks, int(nodes), options.node_rank, int(least), int(most or least),
-        options.max_restarts or _ELASTIC_RESTARTS, host or (options.master_addr if nodes != "1" else "localhost"),
+        options.max_restarts, host or (options.master_addr if nodes != "1" else "localhost"),
         int(port),
     )  # fmt: skip
     if not 0 < job.least <= job.start <= job.most:

@@ -1,7 +1,11 @@
 """Elastic training: a job goes on without ranks that die, and with ranks that join.
 
 `run`, the states that it saves, syncs and restores, and a sampler. See docs/elastic.md.
+`ShardedState` is imported at its first use, since that imports `collectives.sharded`, and so much of
+torch.distributed.
 """
+
+from importlib import import_module
 
 from ..rendezvous.world import current_world as communicator
 from .channel import Channel, CommChannel
@@ -25,3 +29,9 @@ __all__ = [
     "run",
     "set_handler_registry",
 ]
+
+
+def __getattr__(name: str):
+    if name == "ShardedState":
+        return import_module(".sharded_state", __name__).ShardedState
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,8 +34,8 @@ class Channel(ABC):
         """The number of ranks."""
 
     @abstractmethod
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's object, which is pickled. Raises ``ValueError`` where it can't be."""
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return rank ``root``'s object, which is pickled. Raises ``ValueError`` where it can't be."""
 
     @abstractmethod
     def broadcast_module_state(self, state: dict) -> None:
@@ -73,18 +73,18 @@ class CommChannel(Channel):
     def size(self) -> int:
         return self.comm.size
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
         comm = self.comm
         try:
-            data = b"\1" + pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if comm.rank == 0 else b""
+            data = b"\1" + pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if comm.rank == root else b""
         except Exception as error:  # an object's own __reduce__ may raise anything
             data = b"\0" + f"{type(value).__name__}: {error}".encode()
-        sent = all_gather_bytes(comm, seal(data, _PURPOSE) if comm.rank == 0 else b"")[0]
-        if comm.rank != 0:
+        sent = all_gather_bytes(comm, seal(data, _PURPOSE) if comm.rank == root else b"")[root]
+        if comm.rank != root:
             data = unseal(sent, _PURPOSE)  # verified before it is unpickled
         if data[:1] == b"\0":
-            raise ValueError(f"rank 0's object can't be pickled: {data[1:].decode(errors='replace')}")
-        return value if comm.rank == 0 else pickle.loads(data[1:])
+            raise ValueError(f"rank {root}'s object can't be pickled: {data[1:].decode(errors='replace')}")
+        return value if comm.rank == root else pickle.loads(data[1:])
 
     def broadcast_module_state(self, state: dict) -> None:
         rest = self.broadcast_object({name: each for name, each in state.items() if not _is_tensor(each)})

@@ -83,6 +83,12 @@ class State:
         """Raise `HostsUpdatedInterrupt` on all ranks where `on_hosts_updated` was called on one, or
         a rank waits to join. Blocks.
         """
+        interrupt = self._find_host_updates()
+        if interrupt is not None:
+            raise interrupt
+
+    def _find_host_updates(self) -> HostsUpdatedInterrupt | None:
+        """Return what `check_host_updates` raises, or None. A collective of all ranks."""
         # Newest; any update; any update but removals; ranks wait to join.
         update = [self._last_updated_timestamp, 0.0, 0.0, 0.0]
         while True:
@@ -96,8 +102,7 @@ class State:
             update = [update[0], 1.0, 1.0, 1.0]
         newest, updated, otherwise, joins = self.channel.maximum(update)
         self._last_updated_timestamp = newest
-        if updated:
-            raise HostsUpdatedInterrupt(skip_sync=not otherwise, joins=bool(joins))
+        return HostsUpdatedInterrupt(skip_sync=not otherwise, joins=bool(joins)) if updated else None
 
     def save(self) -> None:
         """Save the state in memory."""
@@ -133,6 +138,9 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Save the attributes."""
+        self._keep_attributes()
+
+    def _keep_attributes(self) -> None:
         self._saved_state = _deep_copies({name: getattr(self, name) for name in self._saved_state})
 
     def restore(self) -> None:

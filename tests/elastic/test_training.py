@@ -20,19 +20,20 @@ SECONDS = 90
 ONE_IN_3 = pytest.mark.sampled(one_in=3)
 
 
-def command(ranks, limits, *options):
-    words = [sys.executable, "-m", "collectives.run", "-n", str(ranks), "--elastic", limits, *options, str(PROGRAM)]
+def command(ranks, limits, *options, program=PROGRAM):
+    words = [sys.executable, "-m", "collectives.run", "-n", str(ranks), "--elastic", limits, *options, str(program)]
     return words
 
 
-def run_job(folder, ranks, faults, limits="1:8", way="plain", **env):
+def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, **env):
     """Run a job on one node; return its process, and what the ranks that finished have written."""
     folder.mkdir(exist_ok=True)
     env = {
         **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
-    done = subprocess.run(command(ranks, limits), env=env, capture_output=True, text=True, timeout=SECONDS)
+    words = command(ranks, limits, *options, program=program)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=SECONDS)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 
@@ -89,23 +90,32 @@ def test_too_few_ranks_end_the_job(tmp_path):
     assert "is not started again (--max-restarts)" in done.stderr
 
 
-@pytest.mark.sampled(one_in=3)
-def test_two_nodes(tmp_path):
-    """Two launchers, as of two machines; a rank of each dies, and rank 0 is one of them."""
+def run_two_nodes(folder, faults, *options, program=PROGRAM, **env):
+    """Run a job of two launchers, as of two machines, with two ranks each; return what `run_job` does, of both."""
     port = free_port()
     env = {
-        **os.environ, "WAY": "plain", "OUT": str(tmp_path / "out"), "OMP_NUM_THREADS": "1", "PAUSE": "0.15",
-        "FAULTS": json.dumps([fault(0, "step 5"), fault(2, "step 9")]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "COLLECTIVES_ENGINE": "host",
+        **os.environ, "WAY": "plain", "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
+        "FAULTS": json.dumps(faults), "COLLECTIVES_ENGINE": "host",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
+    place = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     jobs = [
         subprocess.Popen(
-            command(2, "1:8", "--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}"),
-            env={**env, "COLLECTIVES_HOST_ID": f"node{node}"}, stderr=subprocess.PIPE, text=True,
+            command(2, "1:8", *place, "--node-rank", str(node), *options, program=program),
+            env={**env, "COLLECTIVES_HOST_ID": f"node{node}"}, **pipes,
         )  # fmt: skip
         for node in range(2)
     ]
-    texts = [job.communicate(timeout=SECONDS)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], texts
-    rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("out.*"))]
+    texts = [job.communicate(timeout=SECONDS) for job in jobs]
+    done = [subprocess.CompletedProcess(job.args, job.returncode, *text) for job, text in zip(jobs, texts, strict=True)]
+    return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
+
+
+@pytest.mark.sampled(one_in=3)
+def test_two_nodes(tmp_path):
+    """Two launchers; a rank of each dies, and rank 0 is one of them."""
+    done, rows = run_two_nodes(tmp_path, [fault(0, "step 5"), fault(2, "step 9")], PAUSE="0.15")
+    texts = [each.stderr for each in done]
+    assert [each.returncode for each in done] == [0, 0], texts
     check_rows(rows, rows[0]["size"], "\n".join(texts))

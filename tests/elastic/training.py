@@ -1,13 +1,14 @@
 """An elastic training with faults, run by the tests and by benchmarks/faults as a program.
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
-N", "commit N", "sync N" or "init", "how": "kill", "exit" or "raise"}. WAY: "plain", "ddp", whose gradients go in
-WIRE, or "hvd".
-LEAST: as many ranks take part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
+N", "commit N", "sync N", "init", or another point's name, "how": "kill", "exit" or "raise", "wait":
+seconds before}. WAY: "plain", "ddp", whose gradients go in WIRE, or "hvd". LEAST: as many ranks take
+part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
 """
 
 from __future__ import annotations
 
+import collections as containers
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ WAY, WIRE = os.environ.get("WAY", "plain"), os.environ.get("WIRE", "int8")
 SAMPLES, BATCH, EPOCHS = 96, 2, int(os.environ.get("EPOCHS", "2"))
 PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds of a step
 LEAST = int(os.environ.get("LEAST", "1"))  # ranks that an epoch's end waits for
-reached = {"step": 0, "commit": 0, "sync": 0, "init": 0}
+reached: containers.Counter = containers.Counter()
 
 
 def pass_point(point: str) -> None:
@@ -36,6 +37,7 @@ def pass_point(point: str) -> None:
         name, _, number = fault["at"].partition(" ")
         if name != point or reached[point] != int(number or 1) or fault["life"] != LIFE:
             continue
+        time.sleep(fault.get("wait", 0.0))
         if fault["how"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault["how"] == "exit":

@@ -28,6 +28,7 @@ PUBLIC = {
     "collectives": PACKAGE / "__init__.py",
     "collectives.auto": PACKAGE / "auto" / "__init__.py",
     "collectives.elastic": PACKAGE / "elastic" / "__init__.py",
+    "collectives.elastic.sharded_state": PACKAGE / "elastic" / "sharded_state.py",  # imported at its first use
     "collectives.errors": PACKAGE / "errors.py",
     "collectives.flight": PACKAGE / "flight" / "__init__.py",
     "collectives.horovod": PACKAGE / "horovod" / "__init__.py",

@@ -21,8 +21,9 @@ comm
 rendezvous
 compression
 gradients
+ddp sharded
 elastic
-ddp sharded horovod backend
+horovod backend
 auto tracing run bench doctor flight
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}

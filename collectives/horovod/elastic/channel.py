@@ -23,8 +23,8 @@ class HorovodChannel(elastic.Channel):
     def size(self) -> int:
         return current().size
 
-    def broadcast_object(self, value):
-        return broadcast_object(value)
+    def broadcast_object(self, value, root: int = 0):
+        return broadcast_object(value, root)
 
     def broadcast_module_state(self, state: dict) -> None:
         broadcast_parameters(state, root_rank=0)

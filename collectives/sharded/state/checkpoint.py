@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from .fqns import params_by_id
 from .manifest import flush_folder
 from .model import get_model_state_dict, set_model_state_dict
 from .optimizer import local_state_dict, optimizers_of, sharded_state
+from .state_reader import StateReader
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_state", "make_state", "save"]
 
 
 # ---- Saving.
@@ -87,13 +89,19 @@ def save(
         raise
 
 
+def make_state(model: nn.Module, optimizers=None, extra: Any = None) -> dict[str, Any]:
+    """Return the entries of a checkpoint that this rank has. A local call."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizers is not None:
+        state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
+    if extra is not None:
+        state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
+    return state
+
+
 def _write(ranks: DistWrapper, partial: Path, model, optimizers, extra) -> None:
     def write() -> None:
-        state: dict[str, Any] = {"model": get_model_state_dict(model)}
-        if optimizers is not None:
-            state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
-        if extra is not None and ranks.rank == 0:
-            state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
+        state = make_state(model, optimizers, extra if ranks.rank == 0 else None)
         with no_dist():
             dcp.save(
                 state, storage_writer=ChecksumWriter(partial, ranks), planner=RanksSavePlanner(ranks), no_dist=True
@@ -122,19 +130,30 @@ def load(
     is of another model; nothing has been loaded then.
     """
     folder = Path(os.path.abspath(path))
-    scheduler = get_module_scheduler(model)
-    ranks = DistWrapper(scheduler, "load", str(folder))
+    ranks = DistWrapper(get_module_scheduler(model), "load", str(folder))
+    checksums = CHECKSUMS if verify else None
+    return load_state(ranks, lambda: CheckpointReader(folder, checksums), model, optimizers, strict=strict)
+
+
+def load_state(
+    ranks: DistWrapper, open_source: Callable[[], StateReader], model: nn.Module, optimizers=None, *,
+    strict: bool = True,
+) -> Any:  # fmt: skip
+    """Load a model, and its optimizers, from a reader of any source, which `open_source` returns on
+    each rank; return what was saved as `extra`. A collective of `ranks`; blocks, and raises as `load`
+    does.
+    """
     optimizers = [] if optimizers is None else optimizers_of(optimizers)
-    reader: list[CheckpointReader] = []
+    reader: list[StateReader] = []
     states: list[dict[str, Any]] = []
     others: dict[str, Any] = {}
 
     def open_reader() -> None:
-        reader.append(CheckpointReader(folder))
+        reader.append(open_source())
 
     def check() -> None:
         found = reader[0]
-        found.check_files(CHECKSUMS if verify else None, ranks.rank, ranks.size)
+        found.check_source(ranks.rank, ranks.size)
         found.check_model(get_model_state_dict(model), strict)
         _check_buffers(model)
 
@@ -146,7 +165,7 @@ def load(
             states.extend(local_state_dict(model, each, state) for each in optimizers)
 
     def read() -> None:
-        device = None if scheduler is None else scheduler.comm.device
+        device = None if ranks.comm is None else ranks.comm.device
         _allocate_meta(model, device)
         template = get_model_state_dict(model)
         reader[0].read_model(template)

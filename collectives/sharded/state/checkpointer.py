@@ -18,13 +18,11 @@ from torch import nn
 
 from ...errors import InvalidArgument, InvalidUsage
 from .background_writer import BackgroundWriter, DeferredWriter
-from .checkpoint import load
+from .checkpoint import load, make_state
 from .checkpoint_reader import PARTIAL
 from .checkpoint_writer import RanksSavePlanner
 from .dist_wrapper import DistWrapper, get_module_scheduler, no_dist
 from .manifest import REMOVED, check_files, list_checkpoints, list_leftovers, name_of
-from .model import get_model_state_dict
-from .optimizer import optimizers_of, sharded_state
 from .snapshot import HostSnapshot
 
 __all__ = ["Checkpointer", "LoadedCheckpoint"]
@@ -103,16 +101,12 @@ class Checkpointer:
         made: list[DeferredWriter] = []
 
         def plan() -> None:
-            state: dict[str, Any] = {"model": get_model_state_dict(model)}
-            if optimizers is not None:
-                state["optimizer"] = sharded_state(model, optimizers_of(optimizers))
-            if extra is not None and ranks.rank == 0:
-                state["extra"] = (extra,)  # DCP takes dictionaries and lists apart, and tuples as they are
+            state = make_state(model, optimizers, extra if ranks.rank == 0 else None)
             writer = DeferredWriter(partial, ranks)
+            copied = self._snapshot.take(state)
+            self._snapshot.forget_sources()
             with no_dist():
-                dcp.save(
-                    self._snapshot.take(state), storage_writer=writer, planner=RanksSavePlanner(ranks), no_dist=True
-                )
+                dcp.save(copied, storage_writer=writer, planner=RanksSavePlanner(ranks), no_dist=True)
             made.append(writer)
 
         try:

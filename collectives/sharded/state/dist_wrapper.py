@@ -125,6 +125,17 @@ class DistWrapper:
         """
         return self.run_on_all(what, function if self.rank == 0 else lambda: None)[0]
 
+    def all_to_all_bytes(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Send part r, uint8 on the host, to rank r, and return what the ranks have sent to this one.
+        `sizes`: how many bytes each has for it.
+        """
+        if self._control is None:
+            return parts
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        counts = [part.numel() for part in parts]
+        self._exchange(self._control.all_to_all, received, torch.cat(parts), sizes, counts)
+        return list(received.split(sizes))
+
     def scatter_from_rank0(self, read: Callable[[], dict], take: Callable[[Any, torch.Tensor], Any]) -> dict:
         """Return on all ranks the entries that `read` returns on rank 0, of each tensor what
         ``take(key, tensor)`` makes of it here. The tensors are broadcast one by one.

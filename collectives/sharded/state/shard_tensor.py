@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ...errors import InvalidArgument, InvalidUsage
+from ...torch_compat import disabled_torch_function
 from .dtensor import as_full_tensor
 
 __all__ = ["ShardTensor", "boxes"]
@@ -65,6 +66,8 @@ class ShardTensor(torch.Tensor):
     local: torch.Tensor
     start: int
     filled = True  # False: nothing was copied to it since it was allocated
+
+    __torch_function__ = disabled_torch_function  # reads of attributes are called often, and take a tenth of the time
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, shape, start: int):

@@ -1,4 +1,6 @@
-"""HostSnapshot: a copy of a state dict in host memory, which is used again for the next one."""
+"""HostSnapshot: a copy of a state dict in one buffer of host memory, which is used again for the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,29 @@ from ..streams import beside_current, wait_for_side_stream
 from .dtensor_calls import as_pieces
 from .shard_tensor import ShardTensor
 
-__all__ = ["HostSnapshot"]
+__all__ = ["HostSnapshot", "align_offset"]
+
+_ALIGNMENT = 64  # bytes, of each tensor
+
+
+def align_offset(offset: int) -> int:
+    """Return the first offset from this one on, in bytes, at which a tensor may begin."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostSnapshot:
-    """Copies state dicts to host memory of its own, page-locked for tensors on a GPU."""
+    """Copies state dicts to host memory of its own, page-locked for tensors on a GPU.
+
+    `data`: all of it, uint8; the copies view parts of it. It is allocated anew where the tensors are
+    others, or of other sizes.
+    """
 
     def __init__(self):
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self._layout: list[tuple] | None = None
         self._buffers: list[torch.Tensor | None] = []
         self._events: list = []
+        self._sources: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # (buffer, its source)
 
     @torch.no_grad()
     def take(self, state: Any) -> Any:
@@ -31,23 +47,42 @@ class HostSnapshot:
         """
         leaves, spec = tree_flatten(state)
         leaves = as_pieces(leaves)
-        self._buffers += [None] * (len(leaves) - len(self._buffers))
-        devices = dict.fromkeys(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
-        made: list[Any] = [None] * len(leaves)
-        for device in [*devices, None]:
-            chosen = [at for at, leaf in enumerate(leaves) if getattr(leaf, "device", None) == device]
-            if device is None or device.type != "cuda":
-                for at in chosen:
-                    made[at] = self._copy(at, leaves[at])
+        self._reserve(leaves)
+        self._sources = {}
+        made = []
+        for leaf, buffer in zip(leaves, self._buffers, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                made.append(copy.deepcopy(leaf))
+                continue
+            made.append(leaf.like(buffer) if isinstance(leaf, ShardTensor) else buffer)
+            local = _local_part(leaf)
+            self._sources.setdefault(local.device, []).append((buffer, local))
+        self.take_again()
+        return tree_unflatten(made, spec)
+
+    @torch.no_grad()
+    def take_again(self) -> None:
+        """Copy the tensors of the last `take` again, as they are now, into what it has returned."""
+        for device, pairs in self._sources.items():
+            if device.type != "cuda":
+                for buffer, local in pairs:
+                    buffer.copy_(local)
                 continue
             with beside_current(device, "checkpoint"):
-                for at in chosen:
-                    made[at] = self._copy(at, leaves[at])
+                for buffer, local in pairs:
+                    buffer.copy_(local, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
                 self._events.append(event)
             wait_for_side_stream(device, "checkpoint")
-        return tree_unflatten(made, spec)
+
+    def list_sources(self) -> list[torch.Tensor]:
+        """Return the tensors that `take_again` copies, which are held until `forget_sources`."""
+        return [local for pairs in self._sources.values() for _, local in pairs]
+
+    def forget_sources(self) -> None:
+        """Hold the tensors of the last `take` no longer."""
+        self._sources = {}
 
     def wait(self) -> None:
         """Wait on the host until the copies are complete."""
@@ -55,13 +90,28 @@ class HostSnapshot:
         for event in events:
             event.synchronize()
 
-    def _copy(self, at: int, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return copy.deepcopy(leaf)
-        there = leaf.local if isinstance(leaf, ShardTensor) else leaf.detach()
-        buffer = self._buffers[at]
-        if buffer is None or buffer.shape != there.shape or buffer.dtype != there.dtype:
-            buffer = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
-            self._buffers[at] = buffer
-        buffer.copy_(there, non_blocking=True)
-        return leaf.like(buffer) if isinstance(leaf, ShardTensor) else buffer
+    def _reserve(self, leaves: list) -> None:
+        """Allocate memory for these leaves, unless there is for the same ones."""
+        there = [_local_part(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        layout = [None if each is None else (each.shape, each.dtype) for each in there]
+        pinned = any(each is not None and each.device.type == "cuda" for each in there)
+        if self._layout == [pinned, *layout]:
+            return
+        offsets, end = [], 0
+        for each in there:
+            offsets.append(end)
+            end += 0 if each is None else align_offset(each.numel() * each.element_size())
+        self._layout, self._buffers = None, []
+        self.data = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
+        self.data = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+        for each, offset in zip(there, offsets, strict=True):
+            part = None
+            if each is not None:
+                part = self.data[offset : offset + each.numel() * each.element_size()]
+                part = part.view(each.dtype).view(each.shape)
+            self._buffers.append(part)
+        self._layout = [pinned, *layout]
+
+
+def _local_part(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.local if isinstance(leaf, ShardTensor) else leaf.detach()

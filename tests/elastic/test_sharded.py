@@ -1,0 +1,120 @@
+"""Trainings with models in shards, in which ranks die: others go on from the shards' copies, with the
+bits of a job that loads a checkpoint of that commit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from collectives.elastic.replicas import Held, Key, find_keepers, find_whole
+from tests.elastic import sharded_training
+from tests.elastic.test_training import fault, run_job, run_two_nodes
+from tests.ranks import run_ranks
+
+PROGRAM = Path(sharded_training.__file__)
+STEPS = 2 * (sharded_training.SAMPLES // sharded_training.BATCH)
+
+
+def run(folder, ranks, faults, *options, **env):
+    return run_job(folder, ranks, faults, *options, program=PROGRAM, SAVES=str(folder / "saves"), **env)
+
+
+def check(folder, done, rows, size, versions):
+    """All ranks have ended with one state, which is that of a job that resumes from the disk.
+
+    `versions`: from which commits it may have gone on last.
+    """
+    assert done.returncode == 0, done.stderr
+    assert sorted(row["rank"] for row in rows) == list(range(size)), done.stderr
+    assert len({row["digest"] for row in rows}) == 1
+    counts = rows[0]["counts"]
+    assert min(counts) >= sharded_training.EPOCHS, (counts, done.stderr)
+    assert sum(counts) - STEPS * sharded_training.BATCH < 8 * 8, (counts, done.stderr)
+    last, commits = rows[0]["history"][-1]
+    assert last == size and commits in versions, (rows[0]["history"], done.stderr)
+    if commits:
+        (folder / "resumed").mkdir()
+        for row in run_ranks(sharded_training.resume, size, folder / "saves" / f"commit_{commits}"):
+            assert row["loss"] == rows[0]["loss"] and row["digest"] == rows[0]["digest"]
+            assert row["counts"] == counts
+
+
+def test_a_rank_dies_in_a_step(tmp_path):
+    done, rows = run(tmp_path, 3, [fault(1, "step 6")], "--max-restarts", "0")
+    check(tmp_path, done, rows, 2, {2})
+
+
+@pytest.mark.sampled(one_in=3)
+def test_a_rank_dies_while_shards_are_sent(tmp_path):
+    """The version that was being sent is not whole: the one before it is."""
+    done, rows = run(tmp_path, 3, [fault(0, "refresh 3")], "--max-restarts", "0")
+    check(tmp_path, done, rows, 2, {2})
+
+
+@pytest.mark.sampled(one_in=3)
+def test_a_rank_dies_while_the_first_shards_are_sent(tmp_path):
+    done, rows = run(tmp_path, 2, [fault(0, "refresh 1")], "--max-restarts", "0")
+    check(tmp_path, done, rows, 1, {0})
+
+
+@pytest.mark.sampled(one_in=3)
+def test_ranks_die_one_after_the_other_in_a_recovery(tmp_path):
+    faults = [fault(3, "commit 4"), fault(1, "attach 2")]
+    done, rows = run(tmp_path, 4, faults, "--max-restarts", "0", EVERY="2")
+    check(tmp_path, done, rows, 2, {2})
+
+
+@pytest.mark.sampled(one_in=3)
+def test_another_rank_joins(tmp_path):
+    """The restarted rank joins at a commit between two versions, and gets its shards from the others."""
+    done, rows = run(tmp_path, 2, [fault(0, "step 7")], EVERY="3", PAUSE="0.3")
+    check(tmp_path, done, rows, 2, range(1, 100))
+    assert [size for size, _ in max((row["history"] for row in rows), key=len)] == [2, 1, 2]
+
+
+@pytest.mark.sampled(one_in=3)
+def test_shards_whose_ranks_have_all_died(tmp_path):
+    faults = [{**fault(rank, "step 9"), "wait": 0.5} for rank in (1, 2)]
+    done, rows = run(tmp_path, 3, faults, "--max-restarts", "0")
+    assert done.returncode != 0 and not rows
+    assert "MissingShards" in done.stderr and "the shards of rank 1 are on no rank that is left" in done.stderr
+    assert f"the newest whole checkpoint is {tmp_path}/saves/kept/step_000000002" in done.stderr
+
+
+@pytest.mark.thorough
+def test_a_node_dies(tmp_path):
+    """All ranks of the second of two nodes: the first one's ranks have kept their shards."""
+    (tmp_path / "job").mkdir()
+    faults = [{**fault(rank, "step 6"), "wait": 0.5} for rank in (2, 3)]
+    done, rows = run_two_nodes(tmp_path / "job", faults, "--max-restarts", "0", program=PROGRAM,
+                               SAVES=str(tmp_path / "job" / "saves"))  # fmt: skip
+    done[0].stderr += done[1].stderr
+    check(tmp_path / "job", done[0], rows, 2, {2, 3})
+
+
+def test_keepers_are_on_other_nodes():
+    assert find_keepers(1, [(0,)], 1) == []
+    assert find_keepers(3, [(0, 1, 2)], 1) == [[1, 2, 0]]
+    assert find_keepers(3, [(0, 1, 2)], 5) == [[1, 2, 0], [2, 0, 1]]
+    for nodes in ([(0, 1), (2, 3)], [(0, 2), (1, 3)], [(0,), (1, 2), (3, 4, 5)], [(0, 1), (2, 3), (4, 5)]):
+        size = sum(map(len, nodes))
+        node_of = {rank: node for node in nodes for rank in node}
+        (keepers,) = find_keepers(size, nodes, 1)
+        assert sorted(keepers) == list(range(size))
+        assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(keepers))
+
+
+def test_the_newest_whole_version_is_found():
+    def own(number, rank, generation=1, size=3):
+        return Held(number, generation, size, rank, True)
+
+    def copy(number, rank, generation=1, size=3):
+        return Held(number, generation, size, rank, False)
+
+    held = [[own(4, 0), copy(4, 2), own(5, 0)], [own(4, 1), copy(4, 0), own(5, 1), copy(5, 0)]]
+    assert find_whole(held) == (Key(4, 1), {0: 0, 1: 1, 2: 0}, {Key(5, 1): [2]})
+    assert find_whole([[own(4, 0), own(5, 0, 2, 1)], []]) == (Key(5, 2), {0: 0}, {})
+    assert find_whole([[own(4, 0)], [own(4, 1)], []]) == (None, {}, {Key(4, 1): [2]})
+    assert find_whole([[], []]) == (None, {}, {})
