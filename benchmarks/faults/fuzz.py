@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,8 @@ class Target:
     ``open``: enters what the inputs need and returns the corpus, valid inputs, and the reader. The
     reader takes bytes, and returns a text for what it has found wrong, or None; it raises
     `CollectivesError` for what is refused. ``code``: the functions or classes whose lines are
-    counted; ``refusals``: further exceptions that are documented.
+    counted; ``refusals``: further exceptions that are documented; ``valid``: the first inputs of the
+    corpus that must not be refused.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Target:
     code: Sequence[object] = ()
     refusals: tuple[type[BaseException], ...] = ()
     mutate: Callable[[random.Random, Sequence[bytes]], bytes] = mutate
+    valid: int = 1
 
 
 @dataclass
@@ -160,11 +163,16 @@ class _Lines:
                 self.seen.add((frame.f_code.co_filename, frame.f_lineno))
             return local
 
-        sys.settrace(lambda frame, *_: local if frame.f_code in self._codes else None)
+        def trace(frame, *_):
+            return local if frame.f_code in self._codes else None
+
+        threading.settrace(trace)
+        sys.settrace(trace)
         try:
             yield
         finally:
             sys.settrace(None)
+            threading.settrace(None)
 
     def missed(self) -> list[str]:
         return [f"{Path(file).name}:{line}" for file, line in sorted(self.lines.keys() - self.seen)]
@@ -179,7 +187,7 @@ def run_inputs(target: Target, seed: int, count: int, *, note: Callable[[int], N
             data = make_input(target, corpus, seed, number)
             if number < 1000 or number % _TRACED == 0:
                 with lines.counted():
-                    check_input(target, reader, data, outcome, number, number < len(corpus))
+                    check_input(target, reader, data, outcome, number, number < target.valid)
             else:
                 check_input(target, reader, data, outcome, number)
     missed = lines.missed()

@@ -25,6 +25,7 @@ from collectives.sharded.state import checkpoint_reader, checkpointer, manifest
 from collectives.tracing import load as trace_load
 from collectives.tracing import page_data, summary
 from collectives.tracing import report as trace_report
+from collectives.tracing.trace import chrome_trace_lines
 from tests.variables import variables
 
 __all__ = ["TARGETS"]
@@ -210,16 +211,20 @@ def open_tune():
 
 @contextmanager
 def open_trace():
-    with temporary_folder() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with temporary_folder() as folder:
         path = folder / "trace.json"
-        comm = collectives.init()
-        x = torch.ones(16)
-        with collectives.timeline(path, html=False):
-            for _ in range(4):
-                comm.all_reduce(x)
-        comm.close()
-        own = path.read_bytes()
+        about = {"program": "train.py", "collectives": "1", "torch": "2", "python": "3", "engine": "host"}
+        records = [
+            {
+                "rank": rank, "size": 2, "host": "a", "node": "a", "offset": 10**18, "began": 10, "ended": 90_000,
+                "dropped": 0, "marks": [40_000, 80_000], "about": about, "events": [
+                    ("lane 1", f"all_reduce {64 << n} B", 100 * n + rank, 100 * n + 50, {"bytes": 64 << n, "bucket": n})
+                    for n in range(8)
+                ] + [("hook", "hook", 900, 990, {}), ("wait", "wait", 2000, 2100, {})],
+            }
+            for rank in range(2)
+        ]  # fmt: skip
+        own = "".join(chrome_trace_lines(records)).encode()
 
         def read(data: bytes) -> str | None:
             path.write_bytes(data)

@@ -174,7 +174,7 @@ def open_board():
         return None
 
     corpus = [
-        kind + state(1, position, status) for kind in (b"l", b"f") for position in (0, 1, 2) for status in range(5)
+        kind + state(1, position, status) for kind in (b"l", b"f") for position in (1, 0, 2) for status in (2, 3, 0, 1, 4)
     ]  # fmt: skip
     yield corpus, read
 

@@ -67,14 +67,17 @@ def open_rendezvous():
     first = peers.Participant(0, 2, engine, job="a", agent_port=29500, master="127.0.0.1")
     here = peers.Participant(1, 2, engine, job="a", agent_port=29500, master="127.0.0.1")
     failure = {"kind": "CollectiveTimeout", "text": "rank 0 did not come", "peers": [0]}
-    corpus = [b"p" + first.make_record(), b"c1"]
+    own = first.make_record()
 
     def read(data: bytes) -> str | None:
         kind, data = data[:1], data[1:]
         table = dist.HashStore()
-        table.set({b"p": "peer/0", b"c": "claim/1"}.get(kind, "error"), data if kind != b"c" else data[:64])
-        if kind != b"p":
-            table.set("peer/0", corpus[0][1:])
+        table.set("peer/0", own)
+        if kind == b"c":  # a process that has this rank, too, says who it is
+            table.set("claim/1", data[:64])
+            table.set("peer/1", here.make_record())
+        else:
+            table.set("peer/0" if kind == b"p" else "error", data)
         meeting = store.StoreRendezvous(table, here, time.monotonic() + 0.05, 0.05)
         records = meeting.exchange()
         found = peers.validate(records, here)
@@ -85,7 +88,7 @@ def open_rendezvous():
             liveness.exit_reason(peer.process)
         return None if len(found.unique_id) == 128 and found.size == 2 else "another job"
 
-    yield [corpus[0], b"e" + json.dumps(failure).encode(), b"c0"], read
+    yield [b"p" + own, b"e" + json.dumps(failure).encode(), b"c0"], read
 
 
 # ---- What ranks post while they connect nodes, and when they fail.

@@ -100,7 +100,7 @@ def mutate_json(draw: random.Random, data: bytes) -> bytes | None:
     """Return JSON with one to three values changed; None where the bytes are no JSON."""
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     for _ in range(draw.choice([1, 1, 2, 3])):
         places = list(_places(value))

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ..comm.liveness import has_ended, this_process
 from ..comm.waiting import first_line, format_ranks
 from ..errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
+from ..json_records import parse_json, parse_numbers
 from ..secret import seal, unseal
 
 __all__ = ["Member", "Round", "Rounds", "find_rounds"]
@@ -34,6 +35,7 @@ _STORE, _RANKS = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELASTIC_RANKS"
 _SECONDS = 60.0  # of the store's own calls
 _LEAST_PAUSE, _MOST_PAUSE = 2e-3, 5e-2
 _MAX_MEMBERS = 1 << 16
+_MAX_ABSENT = 1024  # registered one after the other, none with a record
 _log = logging.getLogger("collectives.elastic")
 
 
@@ -113,6 +115,8 @@ class Rounds:
             order = self._wait(number, before, seconds, least)
             if slot in order:
                 members = self._members(number)
+                if not members.keys() >= set(order) or len({members[each].process for each in order}) < len(order):
+                    raise self._invalid(number)
                 return Round(number, tuple(members[each] for each in order), order.index(slot))
             number = max(number, self._newest()) + 1
 
@@ -131,10 +135,7 @@ class Rounds:
     # ---- One round.
 
     def _register(self, number: int, member: Member) -> int:
-        try:
-            slot = self.store.add(f"{number}/count", 1) - 1
-        except RuntimeError as error:
-            raise self._gone(error) from error
+        slot = self._add(f"{number}/count", 1) - 1
         self._set(f"{number}/member/{slot}", json.dumps(vars(member)).encode())
         return slot
 
@@ -142,14 +143,14 @@ class Rounds:
         """Return the members that have registered, by slot."""
         if not self._check(f"{number}/count"):
             return {}
-        try:
-            count = self.store.add(f"{number}/count", 0)
-        except RuntimeError as error:
-            raise self._gone(error) from error
-        found = {}
+        count, found, absent = self._add(f"{number}/count", 0), {}, 0
         for slot in range(min(count, _MAX_MEMBERS)):
             if not self._check(f"{number}/member/{slot}"):  # it is about to write it, or died before it did
+                absent += 1
+                if absent > _MAX_ABSENT:  # the number is a stranger's
+                    break
                 continue
+            absent = 0
             try:
                 found[slot] = _parse_member(self._get(f"{number}/member/{slot}"))
             except TransportError as error:  # a stranger's, which must not end the job
@@ -233,11 +234,11 @@ class Rounds:
         except RuntimeError as error:
             raise self._gone(error) from error
         try:
-            order = json.loads(unseal(bytes.fromhex(raw.decode()), f"elastic/{number}/closed"))
+            order = parse_numbers(parse_json(unseal(bytes.fromhex(raw.decode()), f"elastic/{number}/closed")))
         except ValueError as error:
-            raise TransportError(f"round {number} of the elastic job has an invalid record", op="init") from error
-        if not isinstance(order, list) or not all(type(slot) is int and 0 <= slot < _MAX_MEMBERS for slot in order):
-            raise TransportError(f"round {number} of the elastic job has an invalid record", op="init")
+            raise self._invalid(number) from error
+        if len(set(order)) < len(order) or max(order, default=0) >= _MAX_MEMBERS:
+            raise self._invalid(number)
         return order
 
     def _newest(self) -> int:
@@ -247,6 +248,14 @@ class Rounds:
         return int(text) if text.isdigit() and len(text) < 10 else -1
 
     # ---- The store.
+
+    def _add(self, key: str, value: int) -> int:
+        try:
+            return self.store.add(key, value)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        except (ValueError, IndexError) as error:  # C++'s, of the text that is there
+            raise TransportError(f"{key} of the elastic job is no number in the store", op="init") from error
 
     def _set(self, key: str, value: bytes) -> None:
         try:
@@ -269,6 +278,10 @@ class Rounds:
             raise self._gone(error) from error
 
     @staticmethod
+    def _invalid(number: int) -> TransportError:
+        return TransportError(f"round {number} of the elastic job has an invalid record", op="init")
+
+    @staticmethod
     def _gone(error: BaseException) -> TransportError:
         return TransportError(
             f"the launcher's store of the elastic job is gone ({first_line(error)}): the launcher has ended", op="init"
@@ -283,15 +296,15 @@ def _launched_as() -> int:
 def _parse_member(data: bytes) -> Member:
     """Return a member from its record. Raises `TransportError` where it is none."""
     try:
-        values = json.loads(data)
+        values = parse_json(data)
         member = Member(**values)
         whole = all(each is None or (type(each) is int and each >= 0) for each in (member.old, member.old_rank))
         if not (whole and isinstance(member.process, str) and type(member.commits) is type(member.launched_as) is int):
             raise ValueError(values)
-        if not isinstance(member.report, dict):
+        if not isinstance(member.report, dict) or (member.old is None) != (member.old_rank is None):
             raise ValueError(values)
         return member
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise TransportError("a member of the elastic job has an invalid record", op="init") from error
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectivesError, CollectiveTimeout, TransportError
+from ...json_records import parse_json
 from ..waiting import call_with_timeout, first_line
 from .error_store import ErrorStore
 from .topology import find_route, is_loopback
@@ -222,10 +223,25 @@ def _find_address(error_store: ErrorStore, rank: int, size: int, deadline: float
     if own and not is_loopback(own):
         return own
     for peer in range(size):
-        theirs, seen = json.loads(error_store.get(f"address/{peer}", deadline, peer))
+        theirs, seen = parse_addresses(error_store.get(f"address/{peer}", deadline, peer), peer)
         if theirs and not is_loopback(theirs) and seen and not is_loopback(seen):
             return seen
     return own
+
+
+def parse_addresses(data: bytes, peer: int) -> tuple[str, str]:
+    """Parse what a peer has set: its own address, and the store's as it reaches that; "" for none.
+
+    Raises `TransportError` for anything else.
+    """
+    try:
+        own, seen = (each or "" for each in parse_json(data))
+        if not (isinstance(own, str) and isinstance(seen, str) and f"{own}{seen}".isascii()):
+            raise ValueError("no addresses")
+    except (ValueError, TypeError) as error:
+        text = f"rank {peer}'s record of its address can't be read: {data[:80]!r}"
+        raise TransportError(text, op="init", peers=(peer,)) from error
+    return own, seen
 
 
 def _after_fork() -> None:

@@ -130,11 +130,11 @@ def load(
     others: dict[str, Any] = {}
 
     def open_reader() -> None:
-        reader.append(CheckpointReader(folder))
+        reader.append(CheckpointReader(folder, CHECKSUMS if verify else None))
 
     def check() -> None:
         found = reader[0]
-        found.check_files(CHECKSUMS if verify else None, ranks.rank, ranks.size)
+        found.check_files(ranks.rank, ranks.size)
         found.check_model(get_model_state_dict(model), strict)
         _check_buffers(model)
 
