@@ -139,7 +139,7 @@ def open_status():
                 str(errors.RemoteError(found[1], peers=found[2], rank=0))
         else:
             number, text = watchdog.read_position(value)
-            f"{number + 1} {text}".encode()
+            f"{number + 1} {text}"
         return None
 
     yield corpus, read
