@@ -12,10 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rows import RESULTS, append_rows, provenance
 
-from benchmarks.faults import deviations, fuzz, fuzz_host, kills, soak, table
+from benchmarks.faults import deviations, fuzz, fuzz_host, kills, resources, soak, table
 from benchmarks.faults.fuzz_targets import TARGETS
 
 KINDS = {"kills": kills.run_trial, "deviations": deviations.run_trial, "soak": soak.run_trial}
+KINDS["resources"] = resources.run_trial
 TARGET_NAMES = [*TARGETS, *fuzz_host.TARGETS]
 
 

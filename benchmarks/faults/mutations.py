@@ -116,14 +116,21 @@ def mutate_json(draw: random.Random, data: bytes) -> bytes | None:
             holder[draw.choice(_TEXTS)] = holder[key]
         else:
             holder[key] = _other_value(draw, holder[key])
-    return json.dumps(value).encode()
+    try:
+        return json.dumps(value).encode()
+    except RecursionError:
+        return None
 
 
 def _places(value):
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in items:
-        yield value, key
-        yield from _places(each)
+    """Yield (list or dict, index or key) of all that is in a value, however deep."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, each in items:
+            yield value, key
+            todo.append(each)
 
 
 def _other_value(draw, value):
