@@ -82,12 +82,12 @@ class _Rank:
 
     def run(self) -> dict:
         ctx, comm = self.ctx, None
-        warm = self.open()  # what is opened, and imported, once for a process
+        warm = self.open(30.0)  # what is opened, and imported, once for a process
         self.check_sum(warm)
         warm.split(0).close()
         warm.close()
         if self.action not in ("init", "flight"):
-            comm = self.open()
+            comm = self.open(30.0)
             comm.timeout = TIMEOUT
             self.check_sum(comm)
         x = torch.ones(1 << 22 if self.kind == "memory" else 1000)
@@ -103,24 +103,24 @@ class _Rank:
         for each in [*made, comm]:
             if hasattr(each, "abort") and not each.closed:
                 each.abort()
-        again = self.open()
+        again = self.open(30.0)
         self.check_sum(again)
         again.close()
         kinds = [kind.__name__ for kind in type(error).__mro__]
         return {
             "wrong": self.wrong, "error": type(error).__name__ if error else None, "text": str(error)[:1500],
             "peers": list(getattr(error, "peers", ())), "kinds": kinds, "seconds": seconds,
-            "limit": INIT_TIMEOUT + 2 if self.action in ("init", "split", "shrink") else TIMEOUT + (
+            "limit": INIT_TIMEOUT + 2 if self.action in ("init", "split") else TIMEOUT + (
                 self.amount if self.kind == "pause" else 0.0),
         }  # fmt: skip
 
-    def open(self):
+    def open(self, seconds: float = INIT_TIMEOUT):
         import collectives
 
         if self.plan["machines"]:
-            return collectives.init(timeout=INIT_TIMEOUT)
+            return collectives.init(timeout=seconds)
         engine_library = self.ctx.library
-        engine_library.set_init_timeout(INIT_TIMEOUT)
+        engine_library.set_init_timeout(seconds)
         try:
             return self.ctx.new_communicator(timeout=TIMEOUT)
         finally:
@@ -174,10 +174,6 @@ class _Rank:
                 child.close()
                 time.sleep(0.01 if self.kind in ("clock", "pause") else 0)
             return None
-        if action == "shrink":
-            smaller = comm.shrink([])
-            self.check_sum(smaller)
-            return smaller
         if action == "empty":
             array = comm.empty(1 << 20, dtype=torch.float32)
             array.fill_(1.0)

@@ -55,9 +55,9 @@ def make_plan(seed: int) -> Plan:
     victims = tuple(sorted(draw.sample(range(ranks), draw.choice([1, 1, 1, ranks]))))
     action, amount = "", 0.0
     if kind == "descriptors":
-        action, amount = draw.choice(["init", "split", "empty", "register", "shrink"]), draw.randint(0, 24)
+        action, amount = draw.choice(["init", "split", "empty", "register"]), draw.randint(0, 24)
     elif kind == "memory":
-        action = draw.choice(["init", "split", "empty", "register", "all_reduce", "shrink"])
+        action = draw.choice(["init", "split", "empty", "register", "all_reduce"])
         amount = draw.choice([64, 256, 1024, 4096, 16_384, 65_536, 262_144]) * (0.5 + draw.random())
     elif kind == "disk":
         action, amount = draw.choice(["checkpointer", "save", "flight", "dump"]), draw.choice([0, 4, 40, 300, 600, 4096])
@@ -65,7 +65,7 @@ def make_plan(seed: int) -> Plan:
     elif kind == "shm":
         action, amount = draw.choice(["init", "split", "empty", "all_reduce"]), 1024
     elif kind == "clock":
-        action = draw.choice(["init", "all_reduce", "timeout", "split", "shrink"])
+        action = draw.choice(["init", "all_reduce", "timeout", "split"])
         amount = draw.choice([-1, 1]) * draw.choice([0.5, 3, 60, 3600, 86_400 * 400])
     else:
         action, amount = draw.choice(["all_reduce", "split", "async", "barrier", "send"]), draw.choice([0.3, 0.6, 3.0])
@@ -84,7 +84,7 @@ def run_trial(seed: int) -> dict:
             resource_programs.take_part, plan.ranks, asdict(plan), timeout=LIMIT, fresh=fresh, **options
         )
     except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {str(failure)[-3000:]}")
+        row["wrong"].append(f"a rank failed or hung: {str(failure)[-9000:]}")
         return row
     for rank, found in enumerate(results):
         row["wrong"] += [f"rank {rank}: {text}" for text in [*found["wrong"], *_check(plan, rank, found)]]

@@ -17,7 +17,9 @@ import torch
 
 from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo, FlightRing
 from ...arrays import ITEMSIZE
-from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
+from ...errors import (
+    Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError, TransportError,
+)  # fmt: skip
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
@@ -362,7 +364,7 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
     ``connects``: the nodes were being connected, where a rank only knows who did not come. That one
     may have posted for whom it waited.
     """
-    if connects and isinstance(error, CollectiveTimeout | RemoteError):
+    if connects and isinstance(error, CollectiveTimeout | RemoteError | TransportError):
         error = store.fetch_error() or error
     store.post_error(error)
     return error

@@ -95,7 +95,7 @@ class ErrorStore:
         Does nothing where the store can't be reached.
         """
         text = error.message[:8000].replace(" (this rank)", "")
-        posted = {"kind": type(error).__name__, "text": text, "peers": list(error.peers), "op": error.op}
+        posted = {"kind": type(error).__name__, "text": text, "peers": list(error.peers) or [self.rank], "op": error.op}
         if self._unreachable:
             return
 

@@ -74,8 +74,8 @@ class GlooConnections:
             raise
         except RuntimeError as error:
             raise TransportError(
-                f"Gloo could not connect the machines: {first_line(error)}. GLOO_SOCKET_IFNAME names the interface to "
-                "use; the machines must reach each other on any TCP port",
+                f"Gloo could not connect the machines: {first_line(error)}{_find_lack()}. GLOO_SOCKET_IFNAME names the "
+                "interface to use; the machines must reach each other on any TCP port",
                 op="init", rank=rank,
             ) from error  # fmt: skip
         self._others = [peer for peer in range(size) if peer != rank]
@@ -207,8 +207,22 @@ def _get_device(address: str):
             _devices[key] = make(interface=interface) if interface else make(hostname=address or socket.gethostname())
         except RuntimeError as error:
             name = f"GLOO_SOCKET_IFNAME={interface}" if interface else f"address {address or socket.gethostname()}"
-            raise TransportError(f"Gloo can't use {name}: {first_line(error)}", op="init") from error
+            raise TransportError(f"Gloo can't use {name}: {first_line(error)}{_find_lack()}", op="init") from error
     return _devices[key]
+
+
+def _find_lack() -> str:
+    """Return what this process lacks, of what Gloo's errors don't say; "" for nothing."""
+    try:
+        os.close(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        thread = threading.Thread(target=str)
+        thread.start()
+        thread.join()
+    except OSError as error:
+        return f" (no file descriptor is free: {error.strerror})"
+    except RuntimeError:
+        return " (no thread can be started: this process is at its limit of memory or of threads)"
+    return ""
 
 
 def _find_address(error_store: ErrorStore, rank: int, size: int, deadline: float) -> str:
