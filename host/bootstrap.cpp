@@ -425,7 +425,8 @@ bool Rendezvous::join_server(Fd fd, Error* error) {
       Error e;
       comm_->segment = Segment::attach(descriptor.take(), m.segment_id, comm_->size, &e);
       if (!comm_->segment) return give_up(e);
-    } else if (m.kind == Kind::Heap && comm_->segment && m.rank >= 0 && m.rank < comm_->size) {
+    } else if (m.kind == Kind::Heap && comm_->segment && m.rank >= 0 && m.rank < comm_->size &&
+               !comm_->heaps[static_cast<size_t>(m.rank)]) {
       take_heap(m.rank, m.heap_id, std::move(descriptor));
       ++heaps;
     } else if (m.kind == Kind::Go && comm_->segment) {

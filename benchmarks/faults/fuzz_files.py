@@ -175,7 +175,8 @@ def open_checkpoint():
             return None
 
         manifested = json.loads(saved[manifest.MANIFEST])["files"]
-        kinds = [bytes([number + base]) for base in (0, 128 // len(names) * len(names) + len(names)) for number in range(len(names))]
+        late = (128 // len(names) + 1) * len(names)
+        kinds = [bytes([number + base]) for base in (0, late) for number in range(len(names))]
         yield [kind + saved[names[kind[0] % len(names)]] for kind in kinds], read
 
 
@@ -188,7 +189,7 @@ def open_tune():
         path = folder / "tune.json"
         entry = {
             "machine": tune_file.node(), "engine": "host", "device": "cpu", "ranks": 4,
-            "choices": {"all_reduce": [[4096, 1 << 20], ["native", "ring", "native"]], "reduce_scatter": [[], ["native"]]},
+            "choices": {"all_reduce": [[64, 1 << 20], ["native", "ring", "native"]], "reduce_scatter": [[], ["native"]]},
         }  # fmt: skip
         tune_file.write_entry(path, entry)
         tune_file.write_entry(path, {**entry, "ranks": 2})
@@ -199,7 +200,8 @@ def open_tune():
             tables = tune_file.tables_of(tune_file.read_tune_file(path), "host", torch.device("cpu"))
             for ranks, table in tables.items():
                 for op, (limits, names) in table.items():
-                    if not (set(names) <= set(tune_file.ALGORITHMS) and sorted(limits) == limits and op in tune_file.OPS):
+                    known = set(names) <= set(tune_file.ALGORITHMS) and op in tune_file.OPS
+                    if not known or sorted(limits) != limits:
                         return f"choices of {ranks} ranks can't be used: {table}"
             return None
 

@@ -18,7 +18,9 @@ __all__ = ["TARGETS", "build", "run_trial"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "fuzz"
 # The targets, and the source whose lines each reaches.
-TARGETS = {"message": "handshake", "admit": "admission", "knock": "admission", "serve": "bootstrap", "join": "bootstrap"}
+TARGETS = {
+    "message": "handshake", "admit": "admission", "knock": "admission", "serve": "bootstrap", "join": "bootstrap",
+}  # fmt: skip
 _FLAGS = "-std=c++17 -g1 -O1 -fno-omit-frame-pointer -pthread -Ikernels/include -Ihost -fsanitize=address,undefined"
 # Not enum: what comes may be any number, and refusing the wrong ones is what the engine does.
 _FLAGS += " -fno-sanitize=enum -fno-sanitize-recover=all"
@@ -40,7 +42,8 @@ def build() -> Path:
             made.with_suffix(".gcda").unlink(missing_ok=True)
             flags = [*_FLAGS.split(), *(["--coverage"] if source.stem in _MEASURED else [])]
             flags += ["-DCOLL_ISA=baseline"] if "kernels" in source.parts else []
-            subprocess.run([*compiler, *flags, "-c", str(source.relative_to(ROOT)), "-o", str(made)], cwd=ROOT, check=True)
+            command = [*compiler, *flags, "-c", str(source.relative_to(ROOT)), "-o", str(made)]
+            subprocess.run(command, cwd=ROOT, check=True)
         return made
 
     sources = [*ROOT.glob("host/*.cpp"), *ROOT.glob("kernels/host/*.cpp"), ROOT / "tests" / "faults" / "fuzz_host.cpp"]

@@ -82,7 +82,8 @@ def open_requests():
         request("allreduce", "grad.0", ("float32",), ((4, 3),), op="average", wire="bf16"),
         request("allgather", "", ("int64",), ((2,),)), request("alltoall", "x", ("bool",), ((2, 5),)),
         request("allreduce", "group", ("float32", "float32"), ((4,), ()), op="sum", prescale=0.5),
-        request("broadcast", "b", ("float16",), ((2,),), root=1), request("barrier"), request("allreduce", "a", op="adasum"),
+        request("broadcast", "b", ("float16",), ((2,),), root=1), request("barrier"),
+        request("allreduce", "a", op="adasum"),
     ]  # fmt: skip
     words, row_bytes = request_exchange._WORDS, 4 * request_exchange._WORDS
 
@@ -174,7 +175,8 @@ def open_board():
         return None
 
     corpus = [
-        kind + state(1, position, status) for kind in (b"l", b"f") for position in (1, 0, 2) for status in (2, 3, 0, 1, 4)
+        kind + state(1, position, status)
+        for kind in (b"l", b"f") for position in (1, 0, 2) for status in (2, 3, 0, 1, 4)
     ]  # fmt: skip
     yield corpus, read
 

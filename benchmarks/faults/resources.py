@@ -60,7 +60,8 @@ def make_plan(seed: int) -> Plan:
         action = draw.choice(["init", "split", "empty", "register", "all_reduce"])
         amount = draw.choice([64, 256, 1024, 4096, 16_384, 65_536, 262_144]) * (0.5 + draw.random())
     elif kind == "disk":
-        action, amount = draw.choice(["checkpointer", "save", "flight", "dump"]), draw.choice([0, 4, 40, 300, 600, 4096])
+        action = draw.choice(["checkpointer", "save", "flight", "dump"])
+        amount = draw.choice([0, 4, 40, 300, 600, 4096])
         machines = ""
     elif kind == "shm":
         action, amount = draw.choice(["init", "split", "empty", "all_reduce"]), 1024

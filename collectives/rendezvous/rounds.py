@@ -301,7 +301,9 @@ def _parse_member(data: bytes) -> Member:
         whole = all(each is None or (type(each) is int and each >= 0) for each in (member.old, member.old_rank))
         if not (whole and isinstance(member.process, str) and type(member.commits) is type(member.launched_as) is int):
             raise ValueError(values)
-        if not (isinstance(member.report, dict) and member.process.isprintable()) or (member.old is None) != (member.old_rank is None):
+        if not (isinstance(member.report, dict) and member.process.isprintable()):
+            raise ValueError(values)
+        if (member.old is None) != (member.old_rank is None):
             raise ValueError(values)
         return member
     except (ValueError, TypeError) as error:

@@ -28,7 +28,7 @@ def load_traces(paths) -> tuple[list[dict], list[str]]:
             remarks.append(f"{path.name} ends in the middle: what comes after its last whole line is missing.")
         try:
             found = _records_of(trace, path)
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:  # another tool's, or edited
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:  # of another tool
             if isinstance(error, InvalidArgument):
                 raise
             raise _no_trace(path) from error
@@ -100,8 +100,8 @@ def _checked(record: dict) -> dict:
     for name in ("host", "node"):
         parse_text(record[name])
     parse_numbers([record["rank"], record["size"]])
-    if not isinstance(record["about"], dict):
-        raise ValueError("not what it is about")
+    if not isinstance(record["about"], dict) or not isinstance(record["marks"], list):
+        raise ValueError("not what it is about, or no marks")
     times = [record["offset"], record["began"], record["ended"], record["dropped"], *record["marks"]]
     if not all(type(each) is int and abs(each) < _MOST for each in times):
         raise ValueError("times are no numbers")

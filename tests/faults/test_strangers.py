@@ -238,7 +238,7 @@ def test_the_same_secret_on_all_ranks():
 
 
 def proven_rank_0(ctx, says):
-    """Rank 0 proves itself, and then says what no rank 0 does; gives rank 1's error, and how many descriptors it kept."""
+    """Rank 0 proves itself, and then says what none does; gives rank 1's error and how many descriptors it kept."""
     unique_id = ctx.unique_id()
     if ctx.rank == 1:
         ctx.barrier()
@@ -255,9 +255,8 @@ def proven_rank_0(ctx, says):
             challenge = message("challenge")
             peer.send(challenge)
             hello = peer.recv(4096)
-            proof = hmac.digest(
-                hmac.digest(b"", unique_id, "sha256"), b"collectives serve 0 " + challenge[24:56] + hello[24:56], "sha256"
-            )
+            key = hmac.digest(b"", unique_id, "sha256")
+            proof = hmac.digest(key, b"collectives serve 0 " + challenge[24:56] + hello[24:56], "sha256")
             welcome = message("welcome")
             peer.send(welcome[:56] + proof + welcome[88:])
             peer.recv(4096)
@@ -274,4 +273,4 @@ def proven_rank_0(ctx, says):
 def test_a_rank_0_that_says_what_none_does(says):
     """Found by fuzzing: a null pointer, an init without an error and without a communicator, descriptors left open."""
     kind, kept = run_ranks(proven_rank_0, 2, says, fresh=True)[1]
-    assert kind in ("RemoteError", "InternalError") and kept <= 0
+    assert kind in ("RemoteError", "InternalError") and kept <= 1  # its own file of shared memory

@@ -13,7 +13,8 @@ PACKAGE = ROOT / "collectives"
 
 # A package imports only packages of the lines above its own. Inside of a package modules import each other freely.
 LAYERS = """
-errors requirements environment secret json_records torch_compat torch_patches cuda_state layout launcher parameter_names recorder
+json_records
+errors requirements environment secret torch_compat torch_patches cuda_state layout launcher parameter_names recorder
 arrays _nccl _kernels
 kernels optimizer_state
 optim

@@ -18,7 +18,13 @@ import torch
 from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo, FlightRing
 from ...arrays import ITEMSIZE
 from ...errors import (
-    Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError, TransportError,
+    Aborted,
+    CollectivesError,
+    CollectiveTimeout,
+    InternalError,
+    InvalidUsage,
+    RemoteError,
+    TransportError,
 )  # fmt: skip
 from ..engine import Engine
 from ..error_ranks import renumber_error
