@@ -189,7 +189,9 @@ def open_tune():
         path = folder / "tune.json"
         entry = {
             "machine": tune_file.node(), "engine": "host", "device": "cpu", "ranks": 4,
-            "choices": {"all_reduce": [[64, 1 << 20], ["native", "ring", "native"]], "broadcast": [[], ["native"]]},
+            "choices": {
+                "all_reduce": [[64, 1 << 20], ["native", "ring", "native"]], "reduce_scatter": [[], ["native"]],
+            },
         }  # fmt: skip
         tune_file.write_entry(path, entry)
         tune_file.write_entry(path, {**entry, "ranks": 2})
