@@ -20,7 +20,8 @@ ONCE_WRONG = {
     "status": [b"f" + DEEP, b'f{"text": "", "rank": 1, "peers": 5}', b"p[[], 3]"],
     "addresses": [b"5", b"[1, 2]", DEEP], "verdicts": [b"b5", b'b["", "", 5]', b"a[]", b"a" + DEEP],
     "rendezvous": [b"cx", b"c" + b"9" * 40, b'e{"kind": "RemoteError", "text": "", "peers": [Infinity]}'],
-    "rounds": [b"4[0, 2]", b"4[4, 2]", b"4[0, 0, 2]", b"4" + DEEP, b"5x", b"6" + b"9" * 40, b"5" + b"9" * 9, b'1{"process": "\\ud800"}'],
+    "rounds": [b"4[0, 2]", b"4[4, 2]", b"4[0, 0, 2]", b"4" + DEEP, b"5x", b"6" + b"9" * 40, b"5" + b"9" * 9,
+               b'1{"process": "\\ud800"}'],
     "requests": [
         b"l" + bytes(4) + (3 << 28).to_bytes(4, "little") + bytes(1016), b"l" + bytes(8) + b"\xff" * 8 + bytes(1008),
         b"l" + bytes(8) + b"\1\0\0\0\x40\0\0\0" + bytes(1008),
