@@ -418,17 +418,19 @@ bool Rendezvous::join_server(Fd fd, Error* error) {
     if (m.kind == Kind::Arrived) {
       memcpy(arrived.ranks, m.ranks, sizeof arrived.ranks);
     } else if (m.kind == Kind::Failed) {
-      Error e = make_error(static_cast<collHostErrorKind_t>(m.error_kind), m.text);
+      bool known = m.error_kind > collHostErrorNone && m.error_kind <= collHostErrorUnsupported;
+      Error e = make_error(known ? static_cast<collHostErrorKind_t>(m.error_kind) : collHostErrorInternal, m.text);
       e.peers = ranks_in(m.ranks);
       return give_up(e);
-    } else if (m.kind == Kind::Segment) {
+    } else if (m.kind == Kind::Segment && !comm_->segment) {
       Error e;
       comm_->segment = Segment::attach(descriptor.take(), m.segment_id, comm_->size, &e);
       if (!comm_->segment) return give_up(e);
-    } else if (m.kind == Kind::Heap && comm_->segment && m.rank >= 0 && m.rank < comm_->size) {
+    } else if (m.kind == Kind::Heap && comm_->segment && m.rank >= 0 && m.rank < comm_->size &&
+               !comm_->heaps[static_cast<size_t>(m.rank)]) {
       take_heap(m.rank, m.heap_id, std::move(descriptor));
       ++heaps;
-    } else if (m.kind == Kind::Go) {
+    } else if (m.kind == Kind::Go && comm_->segment) {
       return true;
     }
     bool all = heaps == comm_->size - 1 || comm_->size > kSharingRanks;

@@ -86,13 +86,17 @@ int receive_message(int fd, Message* message, Fd* descriptor) {
   if (got < 0) return errno == EAGAIN || errno == EINTR ? 0 : -1;
   for (struct cmsghdr* c = CMSG_FIRSTHDR(&header); c; c = CMSG_NXTHDR(&header, c)) {
     if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    int fd_there;
-    memcpy(&fd_there, CMSG_DATA(c), sizeof fd_there);
-    Fd taken(fd_there);
-    if (descriptor) *descriptor = std::move(taken);
+    // There may be more than one, where the control message's alignment leaves room.
+    for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= c->cmsg_len; at += sizeof(int)) {
+      int fd_there;
+      memcpy(&fd_there, CMSG_DATA(c) + at, sizeof fd_there);
+      Fd taken(fd_there);
+      if (descriptor) *descriptor = std::move(taken);
+    }
   }
   message->text[sizeof message->text - 1] = 0;
-  return got == static_cast<ssize_t>(sizeof *message) && message->protocol == kProtocol ? 1 : -1;
+  bool whole = got == static_cast<ssize_t>(sizeof *message) && !(header.msg_flags & MSG_TRUNC);
+  return whole && message->protocol == kProtocol ? 1 : -1;
 }
 
 }  // namespace coll

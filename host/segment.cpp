@@ -31,6 +31,20 @@ auto& segments() {
 
 size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
+// Whether a segment's parts lie in its file, one behind the other.
+bool fits(const Header& h, size_t nbytes) {
+  uint64_t n = static_cast<uint64_t>(h.nranks), ranks_offset = round_up(sizeof(Header), 4096);
+  constexpr uint64_t kMost = 1ull << 40;  // of any length: no sum and no product of them overflows
+  if (h.total_bytes != nbytes || nbytes > kMost || std::max(h.chunk_bytes, h.channel_stride) > kMost / COLL_HOST_MAX_RANKS)
+    return false;
+  return h.slots_offset % kLine == 0 && h.channels_offset % kLine == 0 && h.chunk_bytes % kLine == 0 && h.chunk_bytes > 0 &&
+         h.channel_stride % kLine == 0 && h.slots_offset >= ranks_offset + n * sizeof(RankBlock) && h.slots_offset <= nbytes &&
+         h.channels_offset >= h.slots_offset + n * kSlots * h.chunk_bytes && h.channels_offset <= nbytes &&
+         h.channel_chunk_bytes >= kLine && h.channel_chunk_bytes <= h.channel_stride &&
+         kChannelHeader + kChannelSlots * h.channel_chunk_bytes <= h.channel_stride &&
+         nbytes - h.channels_offset == n * n * h.channel_stride;
+}
+
 bool bytes_from_environment(const char* name, size_t least, size_t most, size_t* value, Error* error) {
   const char* text = getenv(name);
   if (!text || !*text) return true;
@@ -152,7 +166,7 @@ Segment* Segment::attach(int fd, uint64_t segment_id, int nranks, Error* error) 
     return nullptr;
   }
   Header* header = reinterpret_cast<Header*>(base);
-  if (header->magic != kMagic || header->total_bytes != nbytes || header->nranks != nranks) {
+  if (header->magic != kMagic || header->nranks != nranks || !fits(*header, nbytes)) {
     *error = make_error(collHostErrorSystem, "rank 0 runs another version of the host engine");
     munmap(base, nbytes);
     close(fd);

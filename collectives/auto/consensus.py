@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..comm.consensus import ComparedValue, describe_differences
 from ..comm.liveness import RankExits
 from ..comm.waiting import RankWait
-from ..errors import CollectivesError
+from ..errors import CollectivesError, TransportError
+from ..json_records import parse_json
 from ..rendezvous.process_groups import get_group_timeout
 from ..torch_compat import default_store, sequence_number
 from .settings import read_timeout
@@ -56,8 +57,20 @@ def verify_same_step(group, value: dict) -> str:
     verdict = store.compare_set(f"{prefix}/verdict", "", found).decode()
     if verdict != "all":
         return f"not all ranks came to the same step: {verdict}"
-    values = [json.loads(store.get(f"{prefix}/{other}")) for other in range(size)]
+    values = [parse_value(store.get(f"{prefix}/{other}"), other) for other in range(size)]
     for other, theirs in enumerate(values):
         if theirs["error"] is not None:
             return f"rank {other}: {theirs['error']}"
     return describe_differences([ComparedValue(each.items()).entries for each in values], range(size))
+
+
+def parse_value(data: bytes, rank: int) -> dict:
+    """Return the dict that a rank has set. Raises `TransportError` for anything else."""
+    try:
+        value = parse_json(data)
+        if not isinstance(value, dict) or "error" not in value:
+            raise ValueError("no such dict")
+    except ValueError as error:
+        text = f"what rank {rank} has set in the store can't be read: {data[:80]!r}"
+        raise TransportError(text, peers=(rank,)) from error
+    return value

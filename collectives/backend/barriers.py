@@ -13,6 +13,7 @@ from ..comm.barrier import start_barrier
 from ..comm.liveness import RankExits
 from ..comm.waiting import RankWait, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidArgument, RemoteError, TransportError
+from ..json_records import parse_json, parse_numbers, parse_text
 from .launching import make_options
 from .options import seconds_of
 from .work import BackendWork, completed_work
@@ -108,12 +109,8 @@ class Barriers:
                 time.sleep(_POLL_S)
         except CollectiveTimeout:
             raise self._late((0,), wait.seconds) from None
-        text = store.get(key).decode()
-        if text:
-            kind, detail, peers = json.loads(text)
-            raise (RemoteError if kind == "RemoteError" else CollectiveTimeout)(
-                detail, op="monitored_barrier", rank=self._rank, peers=tuple(peers)
-            )
+        if data := store.get(key):
+            raise parse_verdict(data, self._rank)
 
     def _late(self, missing, limit: float) -> CollectiveTimeout:
         """Return the error that names late ranks, in the words of torch's."""
@@ -124,3 +121,14 @@ class Barriers:
         return CollectiveTimeout(
             text, op="monitored_barrier", rank=self._rank, peers=tuple(missing),
         )  # fmt: skip
+
+
+def parse_verdict(data: bytes, rank: int) -> CollectivesError:
+    """Return the error that rank 0 has set for all ranks; `TransportError` where it is none."""
+    try:
+        kind, detail, peers = parse_json(data)
+        error = RemoteError if kind == "RemoteError" else CollectiveTimeout
+        return error(detail and parse_text(detail), op="monitored_barrier", rank=rank, peers=parse_numbers(peers))
+    except (ValueError, TypeError):
+        text = f"what rank 0 has set as the outcome can't be read: {data[:80]!r}"
+        return TransportError(text, op="monitored_barrier", rank=rank, peers=(0,))

@@ -93,6 +93,8 @@ def compare(table: list[list], own: int, ranks=None) -> None:
 def describe(fingerprint) -> str:
     """Return a fingerprint in words."""
     kind, dtype, count, op, root = fingerprint
+    if not 0 <= kind < len(KINDS):  # what has come is no fingerprint
+        return f"a call that this version doesn't know (kind {kind})"
     if KINDS[kind] == "group":
         return f"a group of {count} collectives"
     words = [KINDS[kind]]
@@ -101,7 +103,7 @@ def describe(fingerprint) -> str:
     if count != _NONE:
         words.append(f"count={count}")
     if op != _NONE:
-        words.append(f"op={_OP_NAMES[op]}")
+        words.append(f"op={_OP_NAMES.get(op, op)}")
     if root != _NONE:
         words.append(f"root={root}")
     return " ".join(words)

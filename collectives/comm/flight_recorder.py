@@ -160,8 +160,12 @@ def dump(folder: str | os.PathLike | None = None) -> list[Path]:
                 continue
             path = folder / f"{socket.gethostname()}-{os.getpid()}-dump{number}.flight"
             partial = path.with_suffix(".partial")
-            partial.write_bytes(bytes(flight.memory))
-            partial.replace(path)
+            try:
+                partial.write_bytes(bytes(flight.memory))
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
             paths.append(path)
     return paths
 

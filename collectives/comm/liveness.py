@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import os
+import re
 import socket
 import sys
 import weakref
@@ -33,6 +34,8 @@ __all__ = [
 _PREFIX = "collectives/process"
 _PROBE_S = 0.5
 _MAX_TEXT = 500
+_NUMBER = re.compile(r"[0-9]{1,20}")
+_MAX_PID = 1 << 31
 
 _published: list = []  # (weak reference to the store, key, pid) of each store that has this process
 
@@ -63,9 +66,11 @@ def has_ended(process: str) -> bool:
     `process`: its identity, which its own `this_process` has returned. A zombie has ended.
     """
     words, own = process.split("|"), this_process().split("|")
-    if len(words) != 4 or words[:2] != own[:2] or not words[1] or not (words[2] + words[3]).isdigit():
+    if len(words) != 4 or words[:2] != own[:2] or not words[1] or not all(map(_NUMBER.fullmatch, words[2:])):
         return False
     pid, started = int(words[2]), int(words[3])
+    if pid >= _MAX_PID:
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -32,6 +32,7 @@ from .._nccl import DTYPES, check
 from ..arrays import ITEMSIZE
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
+from ..json_records import parse_json, parse_numbers, parse_text
 from ..secret import seal, unseal
 from .flight_recorder import complete
 from .liveness import exit_reason
@@ -73,7 +74,7 @@ class StatusStore:
         try:
             if store is None or not store.check([f"{self._prefix}/{key}"]):
                 return None
-            return json.loads(unseal(store.get(f"{self._prefix}/{key}"), f"status/{key}"))
+            return parse_json(unseal(store.get(f"{self._prefix}/{key}"), f"status/{key}"))
         except TransportError:  # a stranger's
             return None
         except RuntimeError:  # its server has ended; torch writes a stack for each further try
@@ -81,6 +82,23 @@ class StatusStore:
         except ValueError:
             pass
         return None
+
+
+def read_failure(value) -> tuple[int, str, list[int]] | None:
+    """Return (rank, text, peers) of a failure that a rank has set; None for any other value."""
+    try:
+        (by,) = parse_numbers([value["rank"]])
+        return by, parse_text(value["text"]), parse_numbers(value["peers"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_position(value) -> tuple[int, str]:
+    """Return (number, operation) of the call at which a rank is; (0, "") for any other value."""
+    match value:
+        case [int(number), str(op)] if not isinstance(number, bool):
+            return number, op
+    return 0, ""
 
 
 class _WatchedComm:
@@ -139,11 +157,11 @@ class _WatchedComm:
         if exits:
             how = "; ".join(f"rank {rank}: {text}" for rank, text in exits.items())
             return RemoteError(f"{what}, can't end: {how}", peers=sorted(exits), **where)
-        failure = self.status.get("failed") if self.status is not None else None
-        if isinstance(failure, dict) and failure.get("rank") != comm.rank:
-            text = f"{what}: rank {failure.get('rank')} has ended the communicator: {failure.get('text')}"
+        failure = read_failure(self.status.get("failed") if self.status is not None else None)
+        if failure is not None and failure[0] != comm.rank:
+            by, reason, peers = failure
             self._publishes_error = False
-            return RemoteError(text, peers=failure.get("peers", ()), **where)
+            return RemoteError(f"{what}: rank {by} has ended the communicator: {reason}", peers=peers, **where)
         if comm.timeout is None or pending_s < comm.timeout:
             return None
         peers, text = self._find_stragglers(comm, number)
@@ -164,12 +182,12 @@ class _WatchedComm:
             )  # fmt: skip
         except CollectivesError:
             return [], f"{unknown}, since the store doesn't answer"
-        numbers = {rank: value[0] if isinstance(value, list) and value else 0 for rank, value in values.items()}
-        behind = [rank for rank in others if numbers[rank] < number]
+        positions = {rank: read_position(value) for rank, value in values.items()}
+        behind = [rank for rank in others if positions[rank][0] < number]
         if not behind:
             return [], "all ranks have issued it"
         at = "; ".join(
-            f"rank {rank} is at call {numbers[rank]}" + (f" ({values[rank][1]})" if numbers[rank] else "")
+            f"rank {rank} is at call {positions[rank][0]}" + (f" ({positions[rank][1]})" if positions[rank][0] else "")
             for rank in behind[:16]
         )
         return behind, f"{format_ranks(behind)} of {comm.size} did not come ({at})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -12,6 +11,7 @@ from pathlib import Path
 from .._nccl import DTYPES, FLIGHT_BYTES, FLIGHT_LAYOUT, FLIGHT_OPS
 from ..comm.liveness import has_ended, this_process
 from ..errors import InvalidArgument
+from ..json_records import parse_json
 
 __all__ = ["Operation", "RingFile", "read_file", "read_folder"]
 
@@ -20,6 +20,7 @@ _RECORD = struct.Struct("<QqqqQQIiHBBhBx")  # collFlightRecord_t
 _BLOCKING, _COLLECTIVE = 1, 2
 _DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 _MAX_RANKS = 1 << 20
+_ERROR = ("kind", "text", "op")
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,12 @@ def read_file(path: str | os.PathLike) -> RingFile:
 def _text(value) -> str:
     if not isinstance(value, str) or len(value) > 1000:
         raise ValueError(f"{value!r:.80}")
-    return value
+    return _printable(value)
+
+
+def _printable(text: str) -> str:
+    """Replace what a terminal or an encoding may not take, such as escape sequences."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def _number(value, low: int, high: int) -> int:
@@ -187,8 +193,8 @@ def _read_json(data: bytes, part: str, path: Path) -> dict:
     if not length and part == "outcome":  # it is being written
         return {}
     try:
-        value = json.loads(data[offset + 4 : offset + 4 + min(length, room)])
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data[offset + 4 : offset + 4 + min(length, room)])
+    except ValueError as error:
         raise InvalidArgument(f"{path}: its {part} is no JSON ({error})") from error
     if not isinstance(value, dict):
         raise InvalidArgument(f"{path}: its {part} is no object")
@@ -201,10 +207,10 @@ def _parse_outcome(outcome: dict) -> tuple[str, int, dict | None]:
     error = outcome.get("error")
     if isinstance(error, dict):
         peers = error.get("peers")
-        peers = [peer for peer in peers if isinstance(peer, int)] if isinstance(peers, list) else []
+        peers = [peer for peer in peers if type(peer) is int] if isinstance(peers, list) else []
         error = {
-            "kind": str(error.get("kind"))[:100], "text": str(error.get("text"))[:1000],
-            "op": str(error.get("op"))[:100], "peers": peers,
+            **{part: _printable(value[:1000]) if isinstance(value := error.get(part), str) else "" for part in _ERROR},
+            "peers": peers,
         }  # fmt: skip
     else:
         error = None
@@ -216,7 +222,7 @@ def _read_lines(data: bytes, count: int) -> list[str]:
     size = FLIGHT_LAYOUT["line_bytes"]
     start = FLIGHT_LAYOUT["header_bytes"] + FLIGHT_LAYOUT["capacity"] * FLIGHT_LAYOUT["record_bytes"]
     places = (data[start + number * size : start + (number + 1) * size] for number in range(count))
-    return [place.partition(b"\0")[0].decode("utf-8", "replace") for place in places]
+    return [_printable(place.partition(b"\0")[0].decode("utf-8", "replace")) for place in places]
 
 
 def _read_operations(data: bytes, issued: int, completed: int, lines: list[str]) -> list[Operation]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from operator import is_
 from typing import NamedTuple
 
+from ..errors import TransportError
 from .messages import CachedRequest, Request, cached_request
 
 __all__ = ["CachedPlan", "FusedResponse", "MessageTable", "Response", "fuse_responses", "message_key"]
@@ -116,6 +117,9 @@ class MessageTable:
     def add_submitted(self, rank: int, request_ids) -> None:
         """Add what a rank has submitted, in its order."""
         known, waiting, size, unnamed = self._requests[rank], self.waiting, self.size, self._unnamed[rank]
+        if request_ids and not 0 <= min(request_ids) <= max(request_ids) < len(known):
+            text = f"rank {rank} has submitted a request that it never announced"
+            raise TransportError(text, op="hvd", peers=(rank,))
         for number in request_ids:
             cached = known[number]
             key = cached.key or message_key(cached.request, unnamed)
@@ -150,6 +154,8 @@ class MessageTable:
 
     def join(self, rank: int) -> None:
         """Record that a rank has no more data: it takes part in what the others submit."""
+        if rank in self.joined:
+            raise TransportError(f"rank {rank} has joined twice", op="hvd", peers=(rank,))
         self.joined.append(rank)
         for key, row in list(self.waiting.items()):
             self._complete_if_ready(key, row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import weakref
 from typing import NamedTuple
@@ -12,10 +13,12 @@ import torch
 from ..arrays import TORCH_NAMES
 from ..cuda_state import refuse_capture
 from ..errors import TransportError
+from ..json_records import parse_json, parse_numbers, parse_text
 from ..layout import ALIGNMENT
 
 __all__ = [
     "CAST_DTYPES",
+    "MAX_BYTES",
     "CachedRequest",
     "Request",
     "TensorTableEntry",
@@ -26,7 +29,8 @@ __all__ = [
 
 _DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 CAST_DTYPES = (torch.bool, torch.int16)  # reduced in another dtype, each tensor by itself
-_MAX_BYTES = 1 << 26  # of one rank's encoded requests
+MAX_BYTES = 1 << 26  # of one rank's encoded requests
+_MAX_ELEMENTS = 1 << 58  # of a shape, and in a dimension: their bytes are a number of 64 bits
 
 
 class Request(NamedTuple):
@@ -142,19 +146,24 @@ def decode_requests(data: bytes, rank: int) -> tuple[list[Request], list[int] | 
     Nothing is unpickled; `TransportError` for anything else.
     """
     try:
-        if len(data) > _MAX_BYTES:
-            raise ValueError("too long")
-        new, request_ids = json.loads(data)
+        new, request_ids = parse_json(data)
         requests = [
             Request(
-                str(kind), str(name), tuple(map(str, dtypes)), tuple(tuple(map(int, s)) for s in shapes), str(device),
-                str(op), float(prescale), float(postscale), int(root), str(wire),
+                parse_text(kind), parse_text(name), tuple(map(parse_text, dtypes)), tuple(map(_parse_shape, shapes)),
+                parse_text(device), parse_text(op), float(prescale), float(postscale), int(root), parse_text(wire),
             )
             for kind, name, dtypes, shapes, device, op, prescale, postscale, root, wire in new
         ]  # fmt: skip
-        if any(dtype not in _DTYPES for request in requests for dtype in request.dtypes):
-            raise ValueError("no dtype")
-        return requests, None if request_ids is None else list(map(int, request_ids))
-    except (ValueError, TypeError, RecursionError) as error:
+        for request in requests:
+            if len(request.dtypes) != len(request.shapes) or not set(request.dtypes) <= _DTYPES.keys():
+                raise ValueError("no dtypes of these shapes")
+        return requests, None if request_ids is None else parse_numbers(request_ids)
+    except (ValueError, TypeError, OverflowError) as error:
         text = f"what rank {rank} announced can't be read: {data[:80]!r}"
         raise TransportError(text, op="hvd", peers=(rank,)) from error
+
+
+def _parse_shape(value) -> tuple[int, ...]:
+    if not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in (*value, math.prod(value))):
+        raise ValueError("no shape")
+    return tuple(value)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy
 
 from ..comm.communicator import Communicator
-from .messages import CachedRequest, Request, decode_requests, encode_requests
+from ..errors import TransportError
+from .messages import MAX_BYTES, CachedRequest, Request, decode_requests, encode_requests
 
 __all__ = ["RankMessage", "RequestExchange"]
 
@@ -21,6 +22,7 @@ __all__ = ["RankMessage", "RequestExchange"]
 _WORDS = 256
 _HEAD = 3
 _JOIN, _RESTART, _IDS_IN_PAYLOAD = 1, 2, 4  # flags; _IDS_IN_PAYLOAD: the request ids had no room in the row
+_FLAGS = _JOIN | _RESTART | _IDS_IN_PAYLOAD
 _MAX_REQUESTS = 8192  # of one rank, that the others remember
 
 
@@ -88,15 +90,20 @@ class RequestExchange:
         """Gather the payloads, where there are any, and yield each rank's message; blocks."""
         for rank, (row, data) in enumerate(zip(self._rows, self._gather_payloads(), strict=True)):
             flags, _, count = row[:_HEAD].tolist()
-            ids = row[_HEAD : _HEAD + count].tolist()
-            new = None
+            ids, listed, new = row[_HEAD : _HEAD + max(count, 0)].tolist(), None, None
             if data:
                 new, listed = decode_requests(data, rank)
-                ids = listed if flags & _IDS_IN_PAYLOAD else ids
+            if flags & _IDS_IN_PAYLOAD:
+                ids = listed or []
+            if flags & ~_FLAGS or len(ids) != count:
+                raise _unreadable(rank)
             yield RankMessage(new, bool(flags & _RESTART), ids, bool(flags & _JOIN))
 
     def _gather_payloads(self) -> list[bytes]:
         lengths = self._rows[:, 1].tolist()
+        for rank, length in enumerate(lengths):
+            if not 0 <= length <= MAX_BYTES:
+                raise _unreadable(rank)
         longest = max(lengths)
         if not longest:
             return [b""] * self._size
@@ -107,3 +114,7 @@ class RequestExchange:
             gathered = numpy.empty((self._size, longest), dtype=numpy.uint8)
             self._control.all_gather(gathered, sent)
         return [bytes(data[:length]) for data, length in zip(gathered, lengths, strict=True)]
+
+
+def _unreadable(rank: int) -> TransportError:
+    return TransportError(f"what rank {rank} announced can't be read", op="hvd", peers=(rank,))

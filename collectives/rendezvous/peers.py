@@ -22,6 +22,7 @@ from ..comm.liveness import this_process
 from ..comm.multinode.topology import find_own_address, group_ranks_by_node, identify_node
 from ..comm.waiting import format_ranks
 from ..errors import CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+from ..json_records import parse_json, parse_numbers, parse_text
 from .job_store import connect_to_store, serve_store
 
 __all__ = [
@@ -200,6 +201,7 @@ def parse_record(data: bytes, rank: int) -> dict[str, Any]:
         good = isinstance(text, str) and len(text) == 2 * _ID_BYTES and set(text) <= set("0123456789abcdef")
         place = fields.get("store")
         good = good and isinstance(place, list) and [type(each) for each in place] == [str, int]
+        good = good and place[0].isprintable() and 0 < place[1] < 1 << 16
     if not good or fields["rank"] != rank:
         raise TransportError(f"this is no record of rank {rank}: {data[:80]!r}", op="init", peers=(rank,))
     return fields
@@ -208,8 +210,8 @@ def parse_record(data: bytes, rank: int) -> dict[str, Any]:
 def _parse_json(data: bytes, limit: int = RECORD_BYTES) -> dict[str, Any]:
     """Parse a JSON object of at most ``limit`` bytes. Return an empty one for anything else."""
     try:
-        fields = json.loads(data) if len(data) <= limit else None
-    except (ValueError, RecursionError):
+        fields = parse_json(data) if len(data) <= limit else None
+    except ValueError:
         return {}
     return fields if isinstance(fields, dict) else {}
 
@@ -219,7 +221,7 @@ def raise_posted_failure(data: bytes, rank: int) -> None:
     kinds = {kind.__name__: kind for kind in (CollectiveTimeout, InvalidUsage, RemoteError)}
     try:
         posted = _parse_json(data, _FAILURE_BYTES)
-        kind, text, peers = kinds[posted["kind"]], str(posted["text"]), [int(peer) for peer in posted["peers"]]
+        kind, text, peers = kinds[posted["kind"]], parse_text(posted["text"]), parse_numbers(posted["peers"])
     except (ValueError, KeyError, TypeError) as error:
         raise TransportError(f"what arrived as a failure is not one: {data[:80]!r}", op="init", rank=rank) from error
     raise kind(text, op="init", rank=rank, peers=peers)

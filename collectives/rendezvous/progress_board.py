@@ -102,7 +102,14 @@ class ProgressBoard:
 
     def _read(self, rank: int) -> tuple[int, int, Status]:
         word = self._words[self._lines[rank]]
-        return word >> _EPOCH, word >> _POSITION & _POSITIONS, Status(word & _STATUS)
+        return word >> _EPOCH, word >> _POSITION & _POSITIONS, self._as_status(word & _STATUS, rank)
+
+    def _as_status(self, number: int, rank: int) -> Status:
+        try:
+            return Status(number)
+        except ValueError:
+            text = f"the line of rank {rank} in the memory that the ranks share has been overwritten"
+            raise TransportError(text, op="fully_shard", rank=self.rank, peers=(rank,)) from None
 
     # ---- Entering a collective.
 
@@ -249,7 +256,7 @@ class ProgressBoard:
         self._wait("to the error of a sharded step", find_missing)
         if needed:
             return None
-        return [Status(each) for each in self._end_epoch()]
+        return [self._as_status(number, rank) for rank, number in enumerate(self._end_epoch())]
 
     # ---- Waiting.
 
@@ -334,5 +341,7 @@ def _receive_memory(name: str, nbytes: int, seconds: float) -> mmap.mmap:
         raise ConnectionError("rank 0 has passed no file")
     try:
         return mmap.mmap(fds[0], nbytes)
+    except ValueError as error:
+        raise ConnectionError(f"rank 0 has passed another file: {error}") from error
     finally:
         os.close(fds[0])

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ..comm.liveness import has_ended, this_process
 from ..comm.waiting import format_ranks
 from ..errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
+from ..json_records import parse_json, parse_numbers
 from ..secret import seal, unseal
 from .launcher_store import LauncherStore, StoreMoved, connect
 
@@ -37,6 +38,7 @@ STORE_VARIABLE, RANKS_VARIABLE = "COLLECTIVES_ELASTIC_STORE", "COLLECTIVES_ELAST
 _LEAST_PAUSE, _MOST_PAUSE = 2e-3, 5e-2
 _MAX_MEMBERS = 1 << 16
 _RESTORED = 1 << 15  # the first slot of members that are written into a new store
+_MAX_ABSENT = 1024  # registered one after the other, none with a record
 _log = logging.getLogger("collectives.elastic")
 
 
@@ -123,7 +125,11 @@ class Rounds:
                 slot = self._register(number, mine)
                 order = self._wait(number, before, seconds, least)
                 if slot in order:
+                    if not all(self._check(f"{number}/member/{each}") for each in order):  # else `get` waits for it
+                        raise _invalid(number)
                     members = tuple(self._member(number, each) for each in order)
+                    if len({each.process for each in members}) < len(members):
+                        raise _invalid(number)
                     self._last = Round(number, members, order.index(slot))
                     return self._last
                 number = max(number, self._newest()) + 1
@@ -211,7 +217,7 @@ class Rounds:
     # ---- One round.
 
     def _register(self, number: int, member: Member) -> int:
-        slot = self._call("add", f"{number}/count", 1) - 1
+        slot = self._add(f"{number}/count", 1) - 1
         self._set(f"{number}/member/{slot}", json.dumps(vars(member)).encode())
         return slot
 
@@ -219,11 +225,14 @@ class Rounds:
         """Return the members that have registered, by slot."""
         if not self._check(f"{number}/count"):
             return {}
-        count = self._call("add", f"{number}/count", 0)
-        found = {}
+        count, found, absent = self._add(f"{number}/count", 0), {}, 0
         for slot in range(min(count, _MAX_MEMBERS)):
             if not self._check(f"{number}/member/{slot}"):  # it is about to write it, or died before it did
+                absent += 1
+                if absent > _MAX_ABSENT:  # the number is a stranger's
+                    break
                 continue
+            absent = 0
             try:
                 found[slot] = self._member(number, slot)
             except StoreMoved:
@@ -311,11 +320,11 @@ class Rounds:
             return None
         raw = self._call("get", f"{number}/closed")
         try:
-            order = json.loads(unseal(bytes.fromhex(raw.decode()), f"elastic/{number}/closed"))
+            order = parse_numbers(parse_json(unseal(bytes.fromhex(raw.decode()), f"elastic/{number}/closed")))
         except ValueError as error:
-            raise TransportError(f"round {number} of the elastic job has an invalid record", op="init") from error
-        if not isinstance(order, list) or not all(type(slot) is int and 0 <= slot < _MAX_MEMBERS for slot in order):
-            raise TransportError(f"round {number} of the elastic job has an invalid record", op="init")
+            raise _invalid(number) from error
+        if len(set(order)) < len(order) or max(order, default=0) >= _MAX_MEMBERS:
+            raise _invalid(number)
         return order
 
     def _newest(self) -> int:
@@ -335,8 +344,18 @@ class Rounds:
     def _check(self, key: str) -> bool:
         return self._call("check", [key])
 
+    def _add(self, key: str, value: int) -> int:
+        try:
+            return self._call("add", key, value)
+        except (ValueError, IndexError) as error:  # C++'s, of the text that is there
+            raise TransportError(f"{key} of the elastic job is no number in the store", op="init") from error
+
     def _call(self, method: str, *arguments):
         return self.launcher_store.call("elastic", method, *arguments)
+
+
+def _invalid(number: int) -> TransportError:
+    return TransportError(f"round {number} of the elastic job has an invalid record", op="init")
 
 
 def _launched_as() -> int:
@@ -347,15 +366,17 @@ def _launched_as() -> int:
 def _parse_member(data: bytes) -> Member:
     """Return a member from its record. Raises `TransportError` where it is none."""
     try:
-        values = json.loads(data)
+        values = parse_json(data)
         member = Member(**values)
         whole = all(each is None or (type(each) is int and each >= 0) for each in (member.old, member.old_rank))
         if not (whole and isinstance(member.process, str) and type(member.commits) is type(member.launched_as) is int):
             raise ValueError(values)
-        if not isinstance(member.report, dict):
+        if not (isinstance(member.report, dict) and member.process.isprintable()):
+            raise ValueError(values)
+        if (member.old is None) != (member.old_rank is None):
             raise ValueError(values)
         return member
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise TransportError("a member of the elastic job has an invalid record", op="init") from error
 
 

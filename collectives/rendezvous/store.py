@@ -112,6 +112,9 @@ class StoreRendezvous:
                 kind, peers = RemoteError, tuple(ended)
                 text = f"{text}; {'; '.join(f'rank {rank}: {how}' for rank, how in ended.items())}"
             raise kind(text, op="init", rank=self.participant.rank, peers=peers) from error
+        except (ValueError, IndexError) as error:  # C++'s, of a counter whose text is none
+            text = f"{self.where} has a counter that is no number: {first_line(error)}"
+            raise TransportError(text, op="init", rank=self.participant.rank) from error
 
     def _gather_records(self, stop: threading.Event) -> list[bytes]:
         """Claim this rank, set its record, and wait for all records. Return them by rank."""

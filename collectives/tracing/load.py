@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from ..errors import InvalidArgument
+from ..json_records import parse_json, parse_numbers, parse_text
 from .summary import align_clocks
 
 __all__ = ["load_traces"]
+
+_MOST = 1 << 62  # ns, or bytes
 
 
 def load_traces(paths) -> tuple[list[dict], list[str]]:
@@ -26,7 +28,9 @@ def load_traces(paths) -> tuple[list[dict], list[str]]:
             remarks.append(f"{path.name} ends in the middle: what comes after its last whole line is missing.")
         try:
             found = _records_of(trace, path)
-        except (AttributeError, LookupError, TypeError) as error:  # another tool's events, or edited ones
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:  # of another tool
+            if isinstance(error, InvalidArgument):
+                raise
             raise _no_trace(path) from error
         for record in found:
             rank = record["rank"]
@@ -44,7 +48,7 @@ def _read(path: Path) -> tuple[dict, bool]:
     """Return a file's trace, and whether it is all there: it has one event a line."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        trace, complete = json.loads(text), True
+        trace, complete = parse_json(text), True
     except ValueError:
         head, *lines = text.split("\n")
         trace, complete = _parsed(head + "]}") or {}, False
@@ -65,7 +69,7 @@ def _no_trace(path: Path) -> InvalidArgument:
 
 def _parsed(text: str):
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 
@@ -74,7 +78,7 @@ def _records_of(trace: dict, path: Path) -> list[dict]:
     other = trace["otherData"]
     if "ranks" not in other:
         raise InvalidArgument(f"{path} was written by a version of collectives whose traces make no page: record again")
-    records = [{**record, "events": []} for record in other["ranks"]]
+    records = [{**_checked(record), "events": []} for record in other["ranks"]]
     by_rank = {record["rank"]: (record, other["zero"] - shift) for record, shift in align_clocks(records)}
     rows: dict[tuple, str] = {}
     for event in trace["traceEvents"]:
@@ -83,7 +87,29 @@ def _records_of(trace: dict, path: Path) -> list[dict]:
             rows[place] = re.sub(r" \(\d+\)$", "", event["args"]["name"])  # "lane 2 (2)": a row's second track
         elif event["ph"] == "X" and rows[place] != "steps":  # steps are the marks
             record, zero = by_rank[event["pid"]]
-            start = round(event["ts"] * 1000) + zero
-            length = round(event["dur"] * 1000)
-            record["events"].append((rows[place], event["name"], start, start + length, event["args"]))
+            start, length = _as_ns(event["ts"]) + zero, _as_ns(event["dur"])
+            args = event["args"]
+            if type(args.get("bytes", 0)) is not int or abs(args.get("bytes", 0)) >= _MOST:
+                raise ValueError("bytes are no number")
+            record["events"].append((rows[place], parse_text(event["name"]), start, start + length, args))
     return records
+
+
+def _checked(record: dict) -> dict:
+    """Return a rank's record. Raises what a value of another type leads to."""
+    for name in ("host", "node"):
+        parse_text(record[name])
+    parse_numbers([record["rank"], record["size"]])
+    if not isinstance(record["about"], dict) or not isinstance(record["marks"], list):
+        raise ValueError("not what it is about, or no marks")
+    times = [record["offset"], record["began"], record["ended"], record["dropped"], *record["marks"]]
+    if not all(type(each) is int and abs(each) < _MOST for each in times):
+        raise ValueError("times are no numbers")
+    return record
+
+
+def _as_ns(us: float) -> int:
+    ns = round(us * 1000)
+    if abs(ns) >= _MOST:
+        raise ValueError("no time")
+    return ns

@@ -63,7 +63,7 @@ def _rank_events(record: dict, zero: int):
 
 def row_order(row: str):
     known = ("steps", "backward", *EXPOSED)
-    numbers = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", row)]
+    numbers = [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", row)]
     return (known.index(row) if row in known else len(known), numbers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import random
 import socket
@@ -234,3 +235,42 @@ def test_a_process_with_the_id_and_another_secret_does_not_join():
 def test_the_same_secret_on_all_ranks():
     (first, found), (second, also) = run_ranks(with_secrets, 2, (b"a" * 32, b"a" * 32))
     assert first == second and not found + also
+
+
+def proven_rank_0(ctx, says):
+    """Rank 0 proves itself, and then says what none does; gives rank 1's error and how many descriptors it kept."""
+    unique_id = ctx.unique_id()
+    if ctx.rank == 1:
+        ctx.barrier()
+        ctx.library.set_init_timeout(10.0)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(Exception) as caught:
+            ctx.library.comm_init_rank(ctx.size, unique_id, ctx.rank)
+        return type(caught.value).__name__, len(os.listdir("/proc/self/fd")) - before
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address(unique_id))
+        listener.listen(1)
+        ctx.barrier()
+        with listener.accept()[0] as peer:
+            challenge = message("challenge")
+            peer.send(challenge)
+            hello = peer.recv(4096)
+            key = hmac.digest(b"", unique_id, "sha256")
+            proof = hmac.digest(key, b"collectives serve 0 " + challenge[24:56] + hello[24:56], "sha256")
+            welcome = message("welcome")
+            peer.send(welcome[:56] + proof + welcome[88:])
+            peer.recv(4096)
+            if says == "descriptors":
+                for _ in range(20):
+                    socket.send_fds(peer, [message("arrived")], [0, 0])
+            else:
+                said = message(says)
+                peer.send(said[:20] + bytes(4) + said[24:])
+    return None
+
+
+@pytest.mark.parametrize("says", ["go", "failed", "descriptors"])
+def test_a_rank_0_that_says_what_none_does(says):
+    """Found by fuzzing: a null pointer, an init without an error and without a communicator, descriptors left open."""
+    kind, kept = run_ranks(proven_rank_0, 2, says, fresh=True)[1]
+    assert kind in ("RemoteError", "InternalError") and kept <= 1  # its own file of shared memory

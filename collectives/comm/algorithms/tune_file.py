@@ -49,7 +49,7 @@ def read_tune_file(path: Path) -> list[dict]:
         if content["format"] != _FORMAT:
             raise _invalid_file(path, f"has format {content['format']!r:.20}, and this version reads {_FORMAT}")
         for entry in content["entries"]:
-            for limits, names in (entry["choices"][op] for op in entry["choices"]):
+            for limits, names in entry["choices"].values():
                 numbers = all(type(limit) is int for limit in limits) and limits == sorted(limits)
                 if not (numbers and set(names) <= set(ALGORITHMS) and len(names) == len(limits) + 1):
                     raise ValueError(f"choices {limits} {names}")

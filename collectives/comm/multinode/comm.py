@@ -17,7 +17,15 @@ import torch
 
 from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo, FlightRing
 from ...arrays import ITEMSIZE
-from ...errors import Aborted, CollectivesError, CollectiveTimeout, InternalError, InvalidUsage, RemoteError
+from ...errors import (
+    Aborted,
+    CollectivesError,
+    CollectiveTimeout,
+    InternalError,
+    InvalidUsage,
+    RemoteError,
+    TransportError,
+)  # fmt: skip
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
@@ -368,7 +376,7 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
         return error
     if isinstance(error, CollectiveTimeout) and error.peers:
         error = _name_ends(store, error)
-    elif connects and isinstance(error, CollectiveTimeout | RemoteError):
+    elif connects and isinstance(error, CollectiveTimeout | RemoteError | TransportError):
         error = store.fetch_error() or error
     store.post_error(error)
     return error

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ... import errors
 from ...errors import CollectivesError, RemoteError, TransportError
+from ...json_records import parse_json, parse_numbers, parse_text
 from ...secret import seal, unseal
 from ..liveness import exit_reason
 from ..waiting import RankWait, call_with_timeout, first_line, format_ranks
@@ -143,7 +144,7 @@ class ErrorStore:
         Does nothing where the store can't be reached.
         """
         text = error.message[:8000].replace(" (this rank)", "")
-        posted = {"kind": type(error).__name__, "text": text, "peers": list(error.peers), "op": error.op}
+        posted = {"kind": type(error).__name__, "text": text, "peers": list(error.peers) or [self.rank], "op": error.op}
         if self._unreachable:
             return
 
@@ -178,10 +179,10 @@ class ErrorStore:
             found = self._call(fetch)
             if found is None:
                 return None
-            posted = json.loads(unseal(found, _purpose("failed")))
-            kind = getattr(errors, posted["kind"]) if posted["kind"] in errors.__all__ else RemoteError
-            peers = [int(peer) for peer in posted["peers"]]
-            return kind(str(posted["text"]), op=posted["op"], rank=self.rank, peers=peers)
+            posted = parse_json(unseal(found, _purpose("failed")))
+            kind, op, peers = posted["kind"], posted["op"], parse_numbers(posted["peers"])
+            kind = getattr(errors, kind) if kind in errors.__all__ else RemoteError
+            return kind(parse_text(posted["text"]), op=op and parse_text(op), rank=self.rank, peers=peers)
         except _NoAnswer:
             self._unreachable = True
             return None

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CollectivesError, CollectiveTimeout, TransportError
+from ...json_records import parse_json
 from ..waiting import call_with_timeout, first_line, format_ranks
 from .error_store import ErrorStore
 from .topology import find_route, is_loopback
@@ -80,8 +81,8 @@ class GlooConnections:
                     op="init", rank=rank, peers=missing,
                 ) from error  # fmt: skip
             raise TransportError(
-                f"Gloo could not connect the machines: {first_line(error)}. GLOO_SOCKET_IFNAME names the interface to "
-                "use; the machines must reach each other on any TCP port",
+                f"Gloo could not connect the machines: {first_line(error)}{_find_lack()}. GLOO_SOCKET_IFNAME names the "
+                "interface to use; the machines must reach each other on any TCP port",
                 op="init", rank=rank,
             ) from error  # fmt: skip
         self._others = [peer for peer in range(size) if peer != rank]
@@ -213,8 +214,22 @@ def _get_device(address: str):
             _devices[key] = make(interface=interface) if interface else make(hostname=address or socket.gethostname())
         except RuntimeError as error:
             name = f"GLOO_SOCKET_IFNAME={interface}" if interface else f"address {address or socket.gethostname()}"
-            raise TransportError(f"Gloo can't use {name}: {first_line(error)}", op="init") from error
+            raise TransportError(f"Gloo can't use {name}: {first_line(error)}{_find_lack()}", op="init") from error
     return _devices[key]
+
+
+def _find_lack() -> str:
+    """Return what this process lacks, of what Gloo's errors don't say; "" for nothing."""
+    try:
+        os.close(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        thread = threading.Thread(target=str)
+        thread.start()
+        thread.join()
+    except OSError as error:
+        return f" (no file descriptor is free: {error.strerror})"
+    except RuntimeError:
+        return " (no thread can be started: this process is at its limit of memory or of threads)"
+    return ""
 
 
 def _find_address(error_store: ErrorStore, rank: int, size: int, deadline: float) -> str:
@@ -229,10 +244,25 @@ def _find_address(error_store: ErrorStore, rank: int, size: int, deadline: float
     if own and not is_loopback(own):
         return own
     for peer in range(size):
-        theirs, seen = json.loads(error_store.get(f"address/{peer}", deadline, peer))
+        theirs, seen = parse_addresses(error_store.get(f"address/{peer}", deadline, peer), peer)
         if theirs and not is_loopback(theirs) and seen and not is_loopback(seen):
             return seen
     return own
+
+
+def parse_addresses(data: bytes, peer: int) -> tuple[str, str]:
+    """Parse what a peer has set: its own address, and the store's as it reaches that; "" for none.
+
+    Raises `TransportError` for anything else.
+    """
+    try:
+        own, seen = (each or "" for each in parse_json(data))
+        if not (isinstance(own, str) and isinstance(seen, str) and f"{own}{seen}".isascii()):
+            raise ValueError("no addresses")
+    except (ValueError, TypeError) as error:
+        text = f"rank {peer}'s record of its address can't be read: {data[:80]!r}"
+        raise TransportError(text, op="init", peers=(peer,)) from error
+    return own, seen
 
 
 def _after_fork() -> None:

@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 
 from ...errors import InvalidArgument, TransportError
+from ...json_records import parse_json, parse_text
 from ...secret import seal, unseal
-from .checkpoint_reader import PARTIAL, sha256_of
+from .checkpoint_reader import METADATA, PARTIAL, sha256_of
 
 __all__ = [
     "MANIFEST", "REMOVED", "check_files", "flush_folder", "list_checkpoints", "list_leftovers", "name_of",
@@ -21,6 +22,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 REMOVED = ".removed"
 _NAME = re.compile(r"step_(\d{9,})")
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")  # torch.distributed.checkpoint's own names
 
 
 def name_of(step: int) -> str:
@@ -80,13 +82,13 @@ def _read_manifest(folder: Path, step: int) -> dict[str, tuple[str, int]]:
     if not path.is_file():
         raise InvalidArgument(f"it has no {MANIFEST}, so it was never completed", op="load")
     try:
-        record = json.loads(unseal(path.read_bytes(), f"checkpoint of step {step}"))
-        files = {str(name): (str(digest), int(size)) for name, (digest, size) in record["files"].items()}
-        if record["step"] != step or not files or any("/" in name or name.startswith("..") for name in files):
+        record = parse_json(unseal(path.read_bytes(), f"checkpoint of step {step}"))
+        files = {name: (parse_text(digest), size) for name, (digest, size) in record["files"].items()}
+        if record["step"] != step or METADATA not in files or not all(map(_FILE.fullmatch, files)):
             raise ValueError("it is another checkpoint's")
     except TransportError as error:
         raise InvalidArgument(f"its {MANIFEST}: {error.message}", op="load") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"its {MANIFEST} is damaged: {type(error).__name__}: {error}", op="load") from error
     return files
 
