@@ -2,8 +2,8 @@
 
 FAULTS, PAUSE and OUT: as in training.py, with the points "refresh N", on the thread that sends the
 shards, and "attach N". EVERY: commits of a version. SAVES: a directory for a checkpoint of each
-commit. Each rank that finishes writes a line of JSON to OUT; its "history" has how many ranks went on
-from which commit.
+commit. JOIN: with fewer ranks a commit waits for one that joins. Each rank that finishes writes a line
+of JSON to OUT; its "history" has how many ranks went on from which commit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.elastic.training import PAUSE, pass_point
 
 SAMPLES, BATCH, EPOCHS = 48, 2, int(os.environ.get("EPOCHS", "2"))
 EVERY, SAVES = int(os.environ.get("EVERY", "1")), os.environ.get("SAVES")
+JOIN = int(os.environ.get("JOIN", "0"))
 
 
 class FaultyRefresh(Refresh):
@@ -81,6 +82,8 @@ def train_from(state, model, optimizer, scheduler, data, target) -> dict:
             if state.commits == 2:
                 Checkpointer(f"{SAVES}/kept").save(2, model, optimizer, block=True)
         pass_point("commit")
+        while comm.size < JOIN and not world.has_joiners():
+            time.sleep(0.02)
         state.commit()
 
     while state.epoch < EPOCHS:
