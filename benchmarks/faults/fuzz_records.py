@@ -21,6 +21,7 @@ from collectives.comm.engine import get_engine
 from collectives.comm.multinode import gloo
 from collectives.comm.multinode.error_store import ErrorStore
 from collectives.rendezvous import peers, rounds, store
+from collectives.rendezvous.launcher_store import LauncherStore
 from tests.variables import variables
 
 __all__ = ["TARGETS", "mutate_keyed"]
@@ -212,7 +213,7 @@ def open_rounds():
             table.set(key, data[1:].hex() if data[1:2] == b"[" else data[1:])
         else:
             table.set(key, data[1:])
-        job = rounds.Rounds(table, 1, 1, 64)
+        job = rounds.Rounds(LauncherStore(table), 1, 1, 64)
         found = job.join(before, 0.01)
         found.joined(), found.lost(before)
         names = [member.process for member in found.members]

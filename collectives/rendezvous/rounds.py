@@ -125,8 +125,6 @@ class Rounds:
                 slot = self._register(number, mine)
                 order = self._wait(number, before, seconds, least)
                 if slot in order:
-                    if not all(self._check(f"{number}/member/{each}") for each in order):  # else `get` waits for it
-                        raise _invalid(number)
                     members = tuple(self._member(number, each) for each in order)
                     if len({each.process for each in members}) < len(members):
                         raise _invalid(number)
@@ -244,6 +242,8 @@ class Rounds:
         return found
 
     def _member(self, number: int, slot: int) -> Member:
+        if not self._check(f"{number}/member/{slot}"):  # `get` would wait for it
+            raise _invalid(number)
         return _parse_member(self._get(f"{number}/member/{slot}"))
 
     def _wait(self, number: int, own: Round | None, seconds: float, least: int) -> list[int]:

@@ -240,7 +240,7 @@ def test_refused(tmp_path):
     wanted = {
         "nothing": "is not there", "flipped": "__1_0.distcp is damaged", "short": "and must have",
         "missing": "__1_0.distcp is missing", "index": ".metadata is damaged", "no index": "has no .metadata",
-        "sums": "has none of", "killed": "killed.partial", "optimizer": "has no optimizer state",
+        "sums": "is damaged: it has no .metadata", "killed": "killed.partial", "optimizer": "has no optimizer state",
         "other": "another model: it has no more; the model has no net.2.bias; net.0.weight is [5, 7] there and [6, 7]",
         "ranks": "don't make the same call",
     }  # fmt: skip
