@@ -7,6 +7,7 @@ which is the same on all ranks. Each rank keeps the same table. This module does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import is_
 from typing import NamedTuple
 
@@ -114,7 +115,7 @@ class MessageTable:
                 len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:]
             )
 
-    def add_submitted(self, rank: int, request_ids) -> None:
+    def add_submitted(self, rank: int, request_ids: Sequence[int]) -> None:
         """Add what a rank has submitted, in its order."""
         known, waiting, size, unnamed = self._requests[rank], self.waiting, self.size, self._unnamed[rank]
         if request_ids and not 0 <= min(request_ids) <= max(request_ids) < len(known):

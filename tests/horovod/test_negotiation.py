@@ -73,7 +73,7 @@ def test_fusion_is_by_size_and_kind():
     assert (
         table.pop_ready() == [] and table.missing_ranks("allreduce.2") == [1] and table.missing_ranks("nothing") == []
     )
-    table.add_submitted(1, reversed(range(len(new))))  # complete in the order of the last rank
+    table.add_submitted(1, range(len(new))[::-1])  # complete in the order of the last rank
     ready = table.pop_ready()
     assert [each.request.name for each in ready] == ["other", "", "3", "2", "1", "0"]
     names = [[each.request.name for each in item.responses] for item in fuse_responses(ready, 16_000)]

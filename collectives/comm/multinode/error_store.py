@@ -21,7 +21,8 @@ __all__ = ["ErrorStore", "ParentFailed", "StoreGone"]
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
 _FOLLOW_S = 1.5  # by which the ranks of a row of waits run out of time one after the other
 _POLL_S = 0.002
-_ANSWER_S = 3.0  # in which a store that lives answers
+_ANSWER_S = 3.0  # in which a store that lives answers, as a rule
+_OPENING_ANSWER_S = 30.0  # while ranks connect, where it may answer late: torch's pauses for 5 or 10 s now and then
 _CHECK_S = 0.2  # between looks for the cause of a wait
 
 T = TypeVar("T")
@@ -79,9 +80,15 @@ class ErrorStore:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
         try:
             data = value.encode() if isinstance(value, str) else value
-            self._call(lambda: self.store.set(key, seal(data, _purpose(key))))
+            self._call(lambda: self.store.set(key, seal(data, _purpose(key))), _OPENING_ANSWER_S)
         except RuntimeError as error:
             raise self._unreachable_error(error) from error
+
+    def wait_for_keys(self, keys: Sequence[str], deadline: float) -> None:
+        """Block until key r of each rank r is set. Raises as `get`."""
+        self._wait_until(
+            lambda: self.store.check(list(keys)) or None, deadline, lambda: self.find_missing(keys) or [self.rank]
+        )
 
     def get(self, key: str, deadline: float, peer: int) -> bytes:
         """Block until ``peer`` has set a value and return it.
@@ -89,6 +96,13 @@ class ErrorStore:
         ``deadline``: on ``time.monotonic``'s clock. Raises `CollectiveTimeout` past it, and
         `RemoteError` if the peer has ended or the store can't be reached.
         """
+        found = self._wait_until(
+            lambda: self.store.get(key) if self.store.check([key]) else None, deadline, lambda: [peer]
+        )
+        return unseal(found, _purpose(key))
+
+    def _wait_until(self, look: Callable[[], T | None], deadline: float, find_missing: Callable[[], list[int]]) -> T:
+        """Block until `look`, which calls the store, returns a value, and return it."""
         seconds = max(0.0, deadline - time.monotonic())
         size = max(2, len(self.processes))
         wait = RankWait(
@@ -98,13 +112,14 @@ class ErrorStore:
         pause = _POLL_S
         while True:
             try:
-                found = self._call(lambda: self.store.get(key) if self.store.check([key]) else None)
+                left = max(_ANSWER_S, min(_OPENING_ANSWER_S, deadline - time.monotonic()))
+                found = self._call(look, left)
             except RuntimeError as error:
                 raise self._unreachable_error(error) from error
             if found is not None:
-                return unseal(found, _purpose(key))
+                return found
             self.check_ranks()
-            wait.check(lambda: [peer])
+            wait.check(find_missing)
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
@@ -127,6 +142,10 @@ class ErrorStore:
             raise posted
         if self.parent is not None and (posted := self.parent.fetch_error(seconds=0.0)) is not None:
             raise ParentFailed(posted)
+        self.check_processes()
+
+    def check_processes(self) -> None:
+        """Raise `RemoteError` where the process of any rank has ended that this one can know of."""
         ended = {peer: how for peer in range(len(self.processes)) if (how := self._exit_reason(peer))}
         if ended:
             how = "; ".join(f"rank {peer}: {text}" for peer, text in list(ended.items())[:8])
@@ -176,7 +195,7 @@ class ErrorStore:
             return self.store.get("failed")
 
         try:
-            found = self._call(fetch)
+            found = self._call(fetch, _ANSWER_S + seconds)
             if found is None:
                 return None
             posted = parse_json(unseal(found, _purpose("failed")))
@@ -184,7 +203,7 @@ class ErrorStore:
             kind = getattr(errors, kind) if kind in errors.__all__ else RemoteError
             return kind(parse_text(posted["text"]), op=op and parse_text(op), rank=self.rank, peers=peers)
         except _NoAnswer:
-            self._unreachable = True
+            self._unreachable = seconds > 0.0  # else a look while ranks connect, which comes again
             return None
         except (ValueError, KeyError, TypeError, TransportError):  # not what `post_error` writes
             return None
@@ -222,12 +241,12 @@ class ErrorStore:
             self._unreachable = True
         return sorted(ends - seen) or list(peers)
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def _call(self, function: Callable[[], T], seconds: float = _ANSWER_S) -> T:
         """Call the store, in a thread: a server that is stopped answers nothing, and torch waits for it
-        for minutes. Raises ``RuntimeError`` past `_ANSWER_S` as where the server has ended.
+        for minutes. Raises ``RuntimeError`` past the limit as where the server has ended.
         """
         return call_with_timeout(
-            lambda _: function(), time.monotonic() + _ANSWER_S, lambda: _NoAnswer("it does not answer")
+            lambda _: function(), time.monotonic() + seconds, lambda: _NoAnswer("it does not answer")
         )
 
     def _unreachable_error(self, error: BaseException) -> CollectivesError:

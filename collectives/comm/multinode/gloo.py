@@ -57,10 +57,9 @@ class GlooConnections:
         options._devices = [_get_device(_find_address(error_store, rank, size, deadline))]
         options._threads = 1
         options._timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-
-        def connect(_):
-            # A store's calls have one lock: while Gloo waits in its own, `check_ranks` can look.
-            return dist.ProcessGroupGloo(dist.PrefixStore("gloo", error_store.store.clone()), rank, size, options)
+        store = dist.PrefixStore("gloo", error_store.store)
+        # Inside of Gloo no other call of the store gets through: its client has one lock.
+        error_store.wait_for_keys([f"address/{peer}" for peer in range(size)], deadline)
 
         def timed_out() -> CollectivesError:
             return CollectiveTimeout(
@@ -70,7 +69,10 @@ class GlooConnections:
             )  # fmt: skip
 
         try:
-            self._gloo = call_with_timeout(connect, deadline + 1.0, timed_out, error_store.check_ranks)
+            self._gloo = call_with_timeout(
+                lambda _: dist.ProcessGroupGloo(store, rank, size, options), deadline + 1.0, timed_out,
+                error_store.check_processes,
+            )  # fmt: skip
         except CollectivesError:
             raise
         except RuntimeError as error:
