@@ -193,6 +193,7 @@ class ElasticTraining:
             )
         if dist.is_initialized():
             dist.destroy_process_group()
+        self.comm.barrier()  # torch waits for a rank that has died, and this raises
         dist.init_process_group(self.process_group, store=store, rank=self.comm.rank, world_size=self.comm.size)
 
     def _count_reset(self, resets: int, cause: BaseException) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults import deviations, kills, soak
+from benchmarks.faults import deviations, kills, soak, trainings
 
 # What these have found: a receive with less room than what came made Gloo end the process (several nodes, 47); a
 # stopped rank 0 of several nodes held up everybody at its store (103); after rank 0's death the store was said to be
 # another rank's (114).
-ONCE_WRONG = [(deviations, 47), (kills, 103), (kills, 114)]
+# Ranks that connected between nodes named a rank that waited itself (40075, 40135), or nobody (40073); an elastic DDP
+# training hung where a rank died before its process group was opened (41000).
+ONCE_WRONG = [
+    (deviations, 47), (kills, 103), (kills, 114), (kills, 40073), (kills, 40075), (kills, 40135), (trainings, 41000),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [2, 5, 9, 13])
