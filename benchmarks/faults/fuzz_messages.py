@@ -101,13 +101,7 @@ def open_requests():
         if kind == b"p":
             exchange._rows[1][1] = len(payload)
         table = message_table.MessageTable(2)
-        for rank, message in enumerate(exchange.messages()):
-            if message.new is not None:
-                table.register_requests(rank, message.new, restart=message.restart)
-            if message.request_ids:
-                table.add_submitted(rank, message.request_ids)
-            if message.join:
-                table.join(rank)
+        table.add_messages(exchange.messages())
         ready = table.pop_ready()
         for each in ready:
             if each.error is None and None not in each.cached_requests:

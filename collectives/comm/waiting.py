@@ -12,7 +12,9 @@ from typing import TypeVar
 
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
 
-__all__ = ["LOG_AFTER_S", "RankWait", "call_with_timeout", "first_line", "format_ranks", "log_while_waiting"]
+__all__ = [
+    "LOG_AFTER_S", "RankWait", "call_with_timeout", "first_line", "format_ranks", "log_while_waiting", "raise_ended",
+]  # fmt: skip
 
 LOG_AFTER_S = 5.0  # a wait is logged after it, and again each time that the wait has become twice as long
 _CHECK_S = 0.2  # interval of the checks for missing ranks; longer where a check takes long
@@ -29,6 +31,18 @@ def format_ranks(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
     text = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def raise_ended(
+    ranks: Iterable[int], exit_reason: Callable[[int], str], purpose: str, *, op: str | None, rank: int
+) -> None:
+    """Raise `RemoteError` where any of the ranks has ended; the arguments are those of `RankWait`."""
+    ended = {peer: how for peer in ranks if (how := exit_reason(peer))}
+    if ended:
+        how = "; ".join(f"rank {peer}: {text}" for peer, text in list(ended.items())[:8])
+        raise RemoteError(
+            f"{format_ranks(ended)} will not come {purpose}: {how}", op=op, rank=rank, peers=sorted(ended)
+        )
 
 
 class RankWait:
@@ -68,13 +82,7 @@ class RankWait:
         if not ranks:
             return
         if self._exit_reason is not None:
-            ended = {rank: how for rank in ranks[:_MAX_RANKS_CHECKED] if (how := self._exit_reason(rank))}
-            if ended:
-                how = "; ".join(f"rank {rank}: {text}" for rank, text in list(ended.items())[:8])
-                raise RemoteError(
-                    f"{format_ranks(ended)} will not come {self.purpose}: {how}",
-                    op=self.op, rank=self.rank, peers=sorted(ended),
-                )  # fmt: skip
+            raise_ended(ranks[:_MAX_RANKS_CHECKED], self._exit_reason, self.purpose, op=self.op, rank=self.rank)
         if now >= self.deadline:
             raise CollectiveTimeout(
                 f"{format_ranks(ranks)} of {self.size} did not come within {self.seconds:g} s {self.purpose}",

@@ -106,7 +106,7 @@ class Agents:
         """
         now, workers = time.monotonic(), None if workers is None else tuple(workers)
         if self.number is not None and self._is_due(workers, now):
-            if self._owner(self.number) != self._token:
+            if self._token_of(self.number) != self._token:
                 self.number = None
                 return False
             self._write(self._ranks if workers is None else len(workers), workers or ())
@@ -119,7 +119,7 @@ class Agents:
 
     def others(self) -> list[Record]:
         """Return the records of the other agents."""
-        found = [self._read(token) for number, token in self._owners() if number != self.number]
+        found = [self._read(token) for number, token in self._taken_numbers() if number != self.number]
         return [_parse_record(raw) for raw in found if raw is not None]
 
     def leave(self) -> None:
@@ -141,7 +141,7 @@ class Agents:
 
     def _watch(self, now: float) -> None:
         """Look for dead agents, from the next number on to the first one that lives."""
-        owners = self._owners()
+        owners = self._taken_numbers()
         start = -1 if self.number is None else self.number
         owners.sort(key=lambda each: (each[0] <= start, each[0]))
         for number, token in owners:
@@ -180,14 +180,14 @@ class Agents:
         if strays:
             _LOG.warning("collectives: %d ranks have no agent any more, and count as dead", len(strays))
 
-    def _owners(self) -> list[tuple[int, str]]:
+    def _taken_numbers(self) -> list[tuple[int, str]]:
         """Return the numbers that are taken, and their tokens."""
         while self._known < self._most and self._call("check", [f"{self._known}/owner"]):
             self._known += 1
-        owners = [(number, self._owner(number)) for number in range(self._known)]
+        owners = [(number, self._token_of(number)) for number in range(self._known)]
         return [(number, token) for number, token in owners if token]
 
-    def _owner(self, number: int) -> str:
+    def _token_of(self, number: int) -> str:
         return self._call("get", f"{number}/owner").decode("utf-8", "replace")
 
     def _read(self, token: str) -> bytes | None:

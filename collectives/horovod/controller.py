@@ -260,13 +260,7 @@ class Controller:
                     self._unnamed_counts[kind] = self._unnamed_counts.get(kind, 0) + count
                 return plan
         self._add_outstanding(new)
-        for rank, message in enumerate(self._exchange.messages()):
-            if message.new is not None:
-                table.register_requests(rank, message.new, restart=message.restart)
-            if message.request_ids:
-                table.add_submitted(rank, message.request_ids)
-            if message.join:
-                table.join(rank)
+        table.add_messages(self._exchange.messages())
         return None
 
     def _perform_operation(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:

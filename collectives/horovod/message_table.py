@@ -7,7 +7,7 @@ which is the same on all ranks. Each rank keeps the same table. This module does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import NamedTuple
 
@@ -103,6 +103,16 @@ class MessageTable:
         self._ready: list[Response] = []
         self._ids_match = True  # a request id means the same request on all ranks
         self._plans: dict[tuple[int, ...], CachedPlan] = {}
+
+    def add_messages(self, messages: Iterable) -> None:
+        """Add a cycle's messages of all ranks, by rank, as `RequestExchange.messages` returns them."""
+        for rank, message in enumerate(messages):
+            if message.new is not None:
+                self.register_requests(rank, message.new, restart=message.restart)
+            if message.request_ids:
+                self.add_submitted(rank, message.request_ids)
+            if message.join:
+                self.join(rank)
 
     def register_requests(self, rank: int, new: list[Request], *, restart: bool = False) -> None:
         """Give a rank's new requests the next request ids; ``restart``: ids from 0."""

@@ -72,7 +72,7 @@ class LauncherStore:
         try:
             return getattr(self.prefixed(prefix), method)(*arguments)
         except RuntimeError as error:
-            raise _gone(error) from error
+            raise _store_gone(error) from error
 
     def _use(self, store: dist.Store) -> None:
         self._store = store
@@ -95,7 +95,7 @@ class LauncherStore:
                 self.moves += 1
                 raise StoreMoved(f"the job's store is now that at {self.place}", op="init") from cause
             return
-        raise _gone(cause) from cause
+        raise _store_gone(cause) from cause
 
 
 def _identify(store: dist.Store) -> bytes:
@@ -103,7 +103,7 @@ def _identify(store: dist.Store) -> bytes:
     return store.compare_set("identity", "", secrets.token_hex(8))
 
 
-def _gone(error: BaseException) -> TransportError:
+def _store_gone(error: BaseException) -> TransportError:
     return TransportError(
         f"the launcher's store of the elastic job is gone ({first_line(error)}): the launcher has ended", op="init"
     )

@@ -148,23 +148,13 @@ class ProgressBoard:
         here = self.position
         entered: list[int] = []
 
+        def is_over(rank: int, position: int, status: Status) -> bool:
+            if position > here:
+                entered.append(rank)
+            return position > here or (status >= Status.FAILED and position == here)
+
         def find_missing() -> list[int]:
-            missing = []
-            for rank in self._lines:
-                epoch, position, status = self._read(rank)
-                if epoch > self._epoch:
-                    return []  # that rank has seen all of them leave
-                if epoch < self._epoch:  # it doesn't know yet that the last epoch has ended
-                    missing.append(rank)
-                    continue
-                if position > here:
-                    entered.append(rank)
-                    return []
-                if status >= Status.FAILED and position == here:
-                    return []
-                if status is not Status.LEFT or position < here:
-                    missing.append(rank)
-            return missing
+            return self._find_missing(is_over, lambda position, status: status is not Status.LEFT or position < here)
 
         self._wait("to the same collective of a sharded step", find_missing)
         if (failed := self._find_failed()) is not None:
@@ -237,21 +227,13 @@ class ProgressBoard:
         """
         needed: list[int] = []
 
+        def is_over(rank: int, position: int, status: Status) -> bool:
+            if position > self.position:
+                needed.append(rank)
+            return position > self.position
+
         def find_missing() -> list[int]:
-            missing = []
-            for rank in self._lines:
-                epoch, position, status = self._read(rank)
-                if epoch > self._epoch:
-                    return []  # that rank has seen all of them fail
-                if epoch < self._epoch:  # it doesn't know yet that the last epoch has ended
-                    missing.append(rank)
-                    continue
-                if position > self.position:
-                    needed.append(rank)
-                    return []
-                if status < Status.FAILED:
-                    missing.append(rank)
-            return missing
+            return self._find_missing(is_over, lambda position, status: status < Status.FAILED)
 
         self._wait("to the error of a sharded step", find_missing)
         if needed:
@@ -259,6 +241,27 @@ class ProgressBoard:
         return [self._as_status(number, rank) for rank, number in enumerate(self._end_epoch())]
 
     # ---- Waiting.
+
+    def _find_missing(
+        self, is_over: Callable[[int, int, Status], bool], is_missing: Callable[[int, Status], bool]
+    ) -> list[int]:
+        """Return the ranks that haven't come yet to where an epoch ends.
+
+        `is_over`, of (rank, position, status): whether the wait is over because of that rank;
+        `is_missing`, of (position, status): whether a rank is still to come.
+        """
+        missing = []
+        for rank in self._lines:
+            epoch, position, status = self._read(rank)
+            if epoch > self._epoch:
+                return []  # that rank has seen all of them there
+            if epoch < self._epoch:  # it doesn't know yet that the last epoch has ended
+                missing.append(rank)
+            elif is_over(rank, position, status):
+                return []
+            elif is_missing(position, status):
+                missing.append(rank)
+        return missing
 
     def _wait(self, purpose: str, find_missing: Callable[[], list[int]]) -> None:
         if not find_missing():

@@ -375,7 +375,7 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
     if isinstance(error, ParentFailed):  # the others look there, too
         return error
     if isinstance(error, CollectiveTimeout) and error.peers:
-        error = _name_ends(store, error)
+        error = _follow_timeout(store, error)
     elif connects and isinstance(error, CollectiveTimeout | RemoteError | TransportError):
         error = store.fetch_error() or error
     store.post_error(error)
@@ -385,21 +385,21 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
 def _find_cause(store: ErrorStore, error: CollectivesError, is_transfer: bool) -> CollectivesError:
     """Return what another rank has posted, where this one only knows that a transfer has failed."""
     if isinstance(error, CollectiveTimeout):
-        return _name_ends(store, error)
+        return _follow_timeout(store, error)
     if is_transfer or isinstance(error, RemoteError):
         return store.fetch_error(peers=error.peers) or error
     return error
 
 
-def _name_ends(store: ErrorStore, error: CollectiveTimeout) -> CollectiveTimeout:
-    """Return the error of a wait whose time is over with the ranks for which the awaited ones wait themselves."""
+def _follow_timeout(store: ErrorStore, error: CollectiveTimeout) -> CollectiveTimeout:
+    """Return the error of a wait that ran out of time, with the ranks at the end of its chain of waits."""
     ends = store.follow_waits(error.peers)
     posted = store.fetch_error(seconds=0.0)
     if posted is not None and set(posted.peers) != {error.rank}:
         return posted
     if set(ends) == set(error.peers):
         return error
-    text = f"{error.message}; that one waits itself, and {format_ranks(ends)} for nobody"
+    text = f"{error.message}; the chain of waits ends at {format_ranks(ends)}"
     return CollectiveTimeout(text, op=error.op, rank=error.rank, peers=ends, detail=error.detail)
 
 

@@ -14,16 +14,18 @@ from ...errors import CollectivesError, RemoteError, TransportError
 from ...json_records import parse_json, parse_numbers, parse_text
 from ...secret import seal, unseal
 from ..liveness import exit_reason
-from ..waiting import RankWait, call_with_timeout, first_line, format_ranks
+from ..waiting import RankWait, call_with_timeout, first_line, raise_ended
 
 __all__ = ["ErrorStore", "ParentFailed", "StoreGone"]
 
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
-_FOLLOW_S = 1.5  # by which the ranks of a row of waits run out of time one after the other
+_FOLLOW_S = 1.5  # by which the ranks of a chain of waits run out of time one after the other
 _POLL_S = 0.002
 _ANSWER_S = 3.0  # in which a store that lives answers, as a rule
 _OPENING_ANSWER_S = 30.0  # while ranks connect, where it may answer late: torch's pauses for 5 or 10 s now and then
 _CHECK_S = 0.2  # between looks for the cause of a wait
+
+_PURPOSE = "to connect the machines"
 
 T = TypeVar("T")
 
@@ -106,7 +108,7 @@ class ErrorStore:
         seconds = max(0.0, deadline - time.monotonic())
         size = max(2, len(self.processes))
         wait = RankWait(
-            "to connect the machines", self.rank, size, seconds, deadline=deadline, exit_reason=self._exit_reason,
+            _PURPOSE, self.rank, size, seconds, deadline=deadline, exit_reason=self._exit_reason,
             op="init",
         )  # fmt: skip
         pause = _POLL_S
@@ -146,13 +148,7 @@ class ErrorStore:
 
     def check_processes(self) -> None:
         """Raise `RemoteError` where the process of any rank has ended that this one can know of."""
-        ended = {peer: how for peer in range(len(self.processes)) if (how := self._exit_reason(peer))}
-        if ended:
-            how = "; ".join(f"rank {peer}: {text}" for peer, text in list(ended.items())[:8])
-            raise RemoteError(
-                f"{format_ranks(ended)} will not come to connect the machines: {how}",
-                op="init", rank=self.rank, peers=sorted(ended),
-            )  # fmt: skip
+        raise_ended(range(len(self.processes)), self._exit_reason, _PURPOSE, op="init", rank=self.rank)
 
     def _exit_reason(self, peer: int) -> str:
         return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""
@@ -212,11 +208,11 @@ class ErrorStore:
             return None
 
     def follow_waits(self, peers: Sequence[int]) -> list[int]:
-        """Return for whom the ranks wait in the end that this rank has waited for until its time was over.
+        """Return the ranks at the end of the chain of waits that begins with this rank's for ``peers``.
 
-        Ranks that wait for each other in a row run out of time together. Each posts its ``peers``, and
-        follows the others' for at most 1.5 s, or until the cause of a failure is posted. Returns
-        ``peers`` where the row is a circle, or the store can't be reached.
+        Ranks that wait in a chain run out of time together. Each posts its ``peers``, and follows the
+        others' for at most 1.5 s, or until the cause of a failure is posted. Returns ``peers`` where
+        the chain is a circle, or the store can't be reached.
         """
         if self._unreachable:
             return list(peers)
@@ -230,14 +226,16 @@ class ErrorStore:
                     key = f"waits/{peer}"
                     if self.store.check([key]):
                         seen.add(peer)
-                        ends.update(map(int, json.loads(unseal(self.store.get(key), _purpose(key)))))
+                        ends.update(parse_numbers(parse_json(unseal(self.store.get(key), _purpose(key)))))
                 time.sleep(0.01)
 
         try:
             self._call(follow)
-        except (ValueError, KeyError, TypeError):  # what was posted is no such list
+        except _NoAnswer:
+            self._unreachable = True
+        except (ValueError, TransportError):  # what was posted is no such list
             return list(peers)
-        except (_NoAnswer, RuntimeError):
+        except RuntimeError:
             self._unreachable = True
         return sorted(ends - seen) or list(peers)
 
