@@ -13,19 +13,16 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from rows import RESULTS, append_rows, provenance
+from sharded_char_gpt import CONTEXT, loss_of, make_sharded
 
 import collectives
-from collectives.sharded import Checkpointer, fully_shard, save
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from char_gpt import GPT, loss_of
+from collectives.sharded import Checkpointer, save
 
 
 def main() -> None:
@@ -38,13 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)
     begun_with = provenance()
     comm = collectives.init()
-    torch.manual_seed(1)
-    model = GPT(arguments.layers, arguments.width, 64)
-    count = sum(param.numel() for param in model.parameters())
-    for block in model.blocks:
-        fully_shard(block, comm=comm)
-    fully_shard(model, comm=comm)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer, count = make_sharded(comm, arguments.layers, arguments.width)
     folder = torch.zeros(200, dtype=torch.uint8)
     if comm.rank == 0:
         name = tempfile.mkdtemp(prefix="checkpoint_cost").encode()
@@ -55,7 +46,7 @@ def main() -> None:
 
     def step() -> float:
         begun = time.perf_counter()
-        texts = torch.randint(128, (8, 64))
+        texts = torch.randint(128, (8, CONTEXT))
         optimizer.zero_grad()
         loss_of(model, texts, texts).backward()
         optimizer.step()

@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 from rows import RESULTS, append_rows, provenance
+from sharded_char_gpt import CONTEXT, loss_of, make_sharded
 
 import collectives
 from collectives import elastic
-from collectives.sharded import fully_shard
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from char_gpt import GPT, loss_of
 
 
 def main() -> None:
@@ -38,19 +33,13 @@ def main() -> None:
     torch.set_num_threads(1)
     begun_with = provenance()
     comm = collectives.init()
-    torch.manual_seed(1)
-    model = GPT(arguments.layers, arguments.width, 64)
-    count = sum(param.numel() for param in model.parameters())
-    for block in model.blocks:
-        fully_shard(block, comm=comm)
-    fully_shard(model, comm=comm)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer, count = make_sharded(comm, arguments.layers, arguments.width)
     state = elastic.ShardedState(step=0)
     state.sync()
     state.attach(model, optimizer)
 
     def step() -> None:
-        texts = torch.randint(128, (arguments.batch, 64))
+        texts = torch.randint(128, (arguments.batch, CONTEXT))
         optimizer.zero_grad()
         loss_of(model, texts, texts).backward()
         optimizer.step()
