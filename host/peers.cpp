@@ -140,8 +140,7 @@ bool shared_timeout(ncclComm& comm, const std::vector<int>& peers, const std::ve
       if (m != comm.rank && comm.segment->rank(m)->state.load() == kAlive && (waits || in_cause(m))) late.push_back(m);
     }
     if (late.empty()) continue;
-    *error = make_error(collHostErrorTimeout, format("rank %d ran out of time; still waiting for %s", r, rank_list(late).c_str()));
-    error->peers = late;
+    *error = timeout_error(comm, format("rank %d ran out of time; still waiting for %s", r, rank_list(late).c_str()), late);
     return true;
   }
   return false;

@@ -21,7 +21,7 @@ __all__ = ["ErrorStore", "ParentFailed", "StoreGone"]
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
 _FOLLOW_S = 1.5  # by which the ranks of a chain of waits run out of time one after the other
 _POLL_S = 0.002
-_ANSWER_S = 3.0  # in which a store that lives answers, as a rule
+_ANSWER_S = 1.5  # in which a store that lives answers, as a rule
 _OPENING_ANSWER_S = 30.0  # while ranks connect, where it may answer late: torch's pauses for 5 or 10 s now and then
 _CHECK_S = 0.2  # between looks for the cause of a wait
 
@@ -216,11 +216,15 @@ class ErrorStore:
         """
         if self._unreachable:
             return list(peers)
-        until, seen, ends = time.monotonic() + _FOLLOW_S, {self.rank}, set(peers)
+        seen, ends = {self.rank}, set(peers)
 
-        def follow():
+        def post():
             key = f"waits/{self.rank}"
             self.store.set(key, seal(json.dumps(list(peers)).encode(), _purpose(key)))
+            self.store.check([key])  # `set` does not wait for the server
+
+        def follow():
+            until = time.monotonic() + _FOLLOW_S
             while not ends <= seen and time.monotonic() < until and not self.store.check(["failed"]):
                 for peer in sorted(ends - seen):
                     key = f"waits/{peer}"
@@ -230,7 +234,8 @@ class ErrorStore:
                 time.sleep(0.01)
 
         try:
-            self._call(follow)
+            self._call(post)
+            self._call(follow, _ANSWER_S + _FOLLOW_S)
         except _NoAnswer:
             self._unreachable = True
         except (ValueError, TransportError):  # what was posted is no such list

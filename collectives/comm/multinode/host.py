@@ -26,7 +26,7 @@ __all__ = ["HostCollectives"]
 
 _F32 = DTYPES["float32"]
 _SUM, _AVG = OPS["sum"], OPS["avg"]
-_INTRA_NODE_EXTRA_S = 3.0  # extra limit of waits inside of a node for a rank that may wait for another node
+_INTRA_NODE_EXTRA_S = 2.8  # extra limit of waits inside of a node for a rank that may wait for another node
 
 
 class HostCollectives:
