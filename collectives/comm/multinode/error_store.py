@@ -191,7 +191,8 @@ class ErrorStore:
             return self.store.get("failed")
 
         try:
-            found = self._call(fetch, _ANSWER_S + seconds)
+            self._call(lambda: self.store.check(["failed"]))  # whether it answers at all
+            found = self._call(fetch, _ANSWER_S + seconds + _FOLLOW_S)
             if found is None:
                 return None
             posted = parse_json(unseal(found, _purpose("failed")))
