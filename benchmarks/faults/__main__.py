@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,6 +32,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=None, help="of the first trial; alone: that trial, in full")
     parser.add_argument("--trials", type=int, default=None, help="how many (default 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many trials run at a time (default 1)")
     parser.add_argument("--out", type=Path, default=None, help="a file for a row of JSON for each trial")
     parser.add_argument("--keep", action="store_true", help="append a summary to benchmarks/results/faults.jsonl")
     parser.add_argument("--target", choices=TARGET_NAMES, help="of fuzz (default: all)")
@@ -41,22 +44,59 @@ def main() -> int:
     if options.kind == "fuzz":
         return run_fuzz(options)
     facts, began = provenance(), time.monotonic()
-    rows, first = [], options.seed or 0
-    for seed in range(first, first + (options.trials or 1)):
-        row = KINDS[options.kind](seed)
-        rows.append(row)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        if options.trials is None:
-            print(json.dumps(row, indent=1))
-        elif row["wrong"]:
-            print(f"seed {seed}: {row['wrong'][0][:400]}", flush=True)
+    first = options.seed or 0
+    if options.jobs > 1:
+        rows = run_jobs(options.kind, first, options.trials or 1, options.jobs)
+        write_rows(rows, options.out)
+    else:
+        rows = run_trials(options, first)
     summary = summarise(options.kind, rows, first, time.monotonic() - began)
     print(json.dumps(summary))
     if options.keep:
         append_rows([{**facts, **summary}], RESULTS / "faults.jsonl")
     return min(100, summary["wrong"])
+
+
+def run_trials(options, first: int) -> list[dict]:
+    """Run trials one after the other; return their rows."""
+    rows = []
+    for seed in range(first, first + (options.trials or 1)):
+        row = KINDS[options.kind](seed)
+        rows.append(row)
+        write_rows([row], options.out)
+        if options.trials is None:
+            print(json.dumps(row, indent=1))
+        elif row["wrong"]:
+            print(f"seed {seed}: {row['wrong'][0][:400]}", flush=True)
+    return rows
+
+
+def run_jobs(kind: str, first: int, trials: int, jobs: int) -> list[dict]:
+    """Run trials in several processes, each with a part of the seeds; return their rows."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for job in range(jobs):
+            begin, end = first + trials * job // jobs, first + trials * (job + 1) // jobs
+            out = Path(folder) / f"{job}.jsonl"
+            out.touch()
+            args = [kind, "--seed", str(begin), "--trials", str(end - begin), "--out", str(out)]
+            if end > begin:
+                started.append((subprocess.Popen([sys.executable, "-m", "benchmarks.faults", *args]), out, end - begin))
+        for process, out, count in started:
+            process.wait()
+            found = [json.loads(line) for line in out.read_text().splitlines()]
+            if len(found) < count:
+                sys.exit(f"a job ended after {len(found)} of {count} trials, with exit code {process.returncode}")
+            rows += found
+    return rows
+
+
+def write_rows(rows: list[dict], path: Path | None) -> None:
+    """Append rows to a file, if one is named."""
+    if path:
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def run_fuzz(options) -> int:
@@ -66,9 +106,7 @@ def run_fuzz(options) -> int:
         facts, run = provenance(), (fuzz_host if target in fuzz_host.TARGETS else fuzz).run_trial
         row = run(options.seed or 0, target, options.inputs)
         wrong += len(row["wrong"])
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        write_rows([row], options.out)
         for text in row["wrong"]:
             print(f"{target}, seed {row['seed']}: {text[:400]}", flush=True)
         summary = {
