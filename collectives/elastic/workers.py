@@ -71,8 +71,9 @@ class _Worker:
 def launch(job: ElasticJob, log=None) -> int:
     """Run a node's part of an elastic job; return its exit code.
 
-    Blocks until all ranks of this node have ended. 0 where ranks have ended with 0 and none failed
-    after that; else the code of the first rank that failed (128 + its number for a signal).
+    Blocks until all ranks of this node have ended. 0 where ranks have ended with 0, and no rank of
+    the last round failed after that; else the code of the first one that failed (128 + its number
+    for a signal).
     ``log``: a function of one line. Raises `TransportError` where the store can't be opened.
     """
     log = log or (lambda text: print(f"collectives.run: {text}", file=sys.stderr, flush=True))
@@ -93,7 +94,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, stopped: list[int], log) -> int:
-    restarts, done, failure = job.restarts, False, 0
+    restarts, done, failure, failed_after = job.restarts, False, 0, 0
     while workers:
         if stopped:
             log(f"ended by {signal.Signals(stopped[0]).name}, and all ranks with it")
@@ -108,11 +109,12 @@ def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, s
                 _notify(rounds.end, log)
                 continue
             gone = not _notify(lambda identity=worker.identity: rounds.report_death(identity), log)
-            if done:  # it waited to join, or was cut off while the others ended
-                failure = failure or (0 if worker.life else _exit_code(code))
-                continue
             how, who = describe_end(code), f"rank {worker.rank} (process {worker.process.pid})"
-            if gone:
+            if done:  # after the training, or it waited to join
+                if not gone and _takes_part(worker, rounds, log):
+                    log(f"{who} {how}, after another rank's program has ended with 0")
+                    failed_after = failed_after or _exit_code(code)
+            elif gone:
                 log(f"{who} {how}; the job has ended with its store")
                 failure = failure or _exit_code(code)
             elif restarts > 0:
@@ -126,7 +128,14 @@ def _watch(job: ElasticJob, rounds: Rounds, workers: list[_Worker], port: int, s
             log(f"{len(workers)} of at least {job.least} ranks are left: the job ends")
             return failure or 1
         time.sleep(_POLL_S)
-    return 0 if done and not failure else failure if not done else 0
+    return failed_after if done else failure
+
+
+def _takes_part(worker: _Worker, rounds: Rounds, log) -> bool:
+    """Return whether a worker was a member of the newest round."""
+    members: list[str] = []
+    _notify(lambda: members.extend(rounds.newest_processes() or []), log)
+    return worker.identity in members
 
 
 def describe_end(code: int) -> str:
