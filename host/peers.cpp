@@ -108,6 +108,12 @@ std::vector<int> failed_peers(ncclComm& comm, bool look_at_processes) {
     if (state != kAlive) lost.push_back(r);
   }
   if (found_dead) comm.wake_peers();
+  if (lost.empty()) return lost;
+  // A rank that gave up because of another one did so after it had noted that one's end: a second
+  // look sees the cause, too.
+  lost.clear();
+  for (int r = 0; r < comm.size; ++r)
+    if (r != comm.rank && comm.segment->rank(r)->state.load(std::memory_order_acquire) != kAlive) lost.push_back(r);
   return lost;
 }
 

@@ -36,6 +36,7 @@ from .host import HostCollectives
 from .library import Call, CallOrder, MultiNodeLibrary
 from .messages import NodeMismatch
 from .p2p import P2POp, list_messages
+from .parent_watch import ParentWatch
 from .reduction import ReduceSpec
 from .topology import Topology, group_ranks_by_node
 
@@ -320,22 +321,33 @@ class MultiNodeComm:
         rank = ranks.index(self.rank)
         peers = [self.peers[each] for each in ranks]
         seconds = min(self._init_timeout, self._timeout or self._init_timeout)
-        parent = self._store if op == "split" else None  # shrink: it has failed
-        store = ErrorStore(self._root_store.store, self._root_store.host, rank, parent=parent)
+        store, host = self._root_store.store, self._root_store.host
+        watch = None
+        if op == "split":
+            watch = ParentWatch(self._connections, ranks, rank) if len(ranks) > 1 else None
+            store = ErrorStore(store, host, rank, parent=self._store, watch=watch and watch.check)
+        else:  # the parent has failed
+            store = ErrorStore(store, host, rank)
         try:
-            if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
-                child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
-                child.set_timeout(self._timeout)
-                return child
-            store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
-            deadline = time.monotonic() + seconds
-            return _open_intra_node(self.library.library, store, tuple(range(len(ranks))), rank, deadline, "id/0")
+            child = self._open_among(peers, rank, store, uid, seconds)
+            if watch is not None:
+                watch.finish()
+            return child
         except StoreGone as error:
             raise StoreGone(error.message, op=op, rank=self.rank) from error
         except ParentFailed as error:
             raise error.posted from error
         except CollectivesError as error:
             raise renumber_error(error, ranks, op=op, rank=self.rank) from error
+
+    def _open_among(self, peers: list, rank: int, store: ErrorStore, uid: str, seconds: float):
+        if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
+            child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
+            child.set_timeout(self._timeout)
+            return child
+        store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
+        deadline = time.monotonic() + seconds
+        return _open_intra_node(self.library.library, store, tuple(range(len(peers))), rank, deadline, "id/0")
 
     # ---- The end.
 

@@ -61,13 +61,14 @@ class ErrorStore:
     """
 
     def __init__(
-        self, store: dist.Store, host: str, rank: int, processes: Sequence[str] = (), parent: ErrorStore | None = None
-    ):
+        self, store: dist.Store, host: str, rank: int, processes: Sequence[str] = (), parent: ErrorStore | None = None,
+        watch: Callable[[ErrorStore], None] | None = None,
+    ):  # fmt: skip
         self.store = store
         self.processes = processes
         self.host = host
         self.rank = rank
-        self.parent = parent
+        self.parent, self._watch = parent, watch
         self._checked_at = 0.0
         self._unreachable = False  # the process that served it has ended: torch prints a stack for each further try
 
@@ -76,7 +77,7 @@ class ErrorStore:
 
         ``processes``: those of its ranks.
         """
-        return ErrorStore(dist.PrefixStore(prefix, self.store), self.host, rank, processes, self.parent)
+        return ErrorStore(dist.PrefixStore(prefix, self.store), self.host, rank, processes, self.parent, self._watch)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
@@ -86,42 +87,28 @@ class ErrorStore:
         except RuntimeError as error:
             raise self._unreachable_error(error) from error
 
-    def wait_for_keys(self, keys: Sequence[str], deadline: float) -> None:
-        """Block until key r of each rank r is set. Raises as `get`."""
-        self._wait_until(
-            lambda: self.store.check(list(keys)) or None, deadline, lambda: self.find_missing(keys) or [self.rank]
-        )
-
     def get(self, key: str, deadline: float, peer: int) -> bytes:
         """Block until ``peer`` has set a value and return it.
 
         ``deadline``: on ``time.monotonic``'s clock. Raises `CollectiveTimeout` past it, and
         `RemoteError` if the peer has ended or the store can't be reached.
         """
-        found = self._wait_until(
-            lambda: self.store.get(key) if self.store.check([key]) else None, deadline, lambda: [peer]
-        )
-        return unseal(found, _purpose(key))
-
-    def _wait_until(self, look: Callable[[], T | None], deadline: float, find_missing: Callable[[], list[int]]) -> T:
-        """Block until `look`, which calls the store, returns a value, and return it."""
         seconds = max(0.0, deadline - time.monotonic())
         size = max(2, len(self.processes))
         wait = RankWait(
-            _PURPOSE, self.rank, size, seconds, deadline=deadline, exit_reason=self._exit_reason,
-            op="init",
+            _PURPOSE, self.rank, size, seconds, deadline=deadline, exit_reason=self._exit_reason, op="init",
         )  # fmt: skip
         pause = _POLL_S
         while True:
             try:
                 left = max(_ANSWER_S, min(_OPENING_ANSWER_S, deadline - time.monotonic()))
-                found = self._call(look, left)
+                found = self._call(lambda: self.store.get(key) if self.store.check([key]) else None, left)
             except RuntimeError as error:
                 raise self._unreachable_error(error) from error
             if found is not None:
-                return found
+                return unseal(found, _purpose(key))
             self.check_ranks()
-            wait.check(find_missing)
+            wait.check(lambda: [peer])
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
 
@@ -134,7 +121,8 @@ class ErrorStore:
 
     def check_ranks(self) -> None:
         """Raise why the communicator can't be opened: the cause that a rank has posted, or `RemoteError`
-        where the process of any rank has ended that this one can know of. Cheap: looks now and then.
+        where the process of any rank has ended that this one can know of, or the store is gone.
+        Cheap: looks now and then.
         """
         now = time.monotonic()
         if now < self._checked_at + _CHECK_S:
@@ -144,11 +132,11 @@ class ErrorStore:
             raise posted
         if self.parent is not None and (posted := self.parent.fetch_error(seconds=0.0)) is not None:
             raise ParentFailed(posted)
-        self.check_processes()
-
-    def check_processes(self) -> None:
-        """Raise `RemoteError` where the process of any rank has ended that this one can know of."""
+        if self._unreachable:
+            raise self._unreachable_error(ConnectionError("its connection was lost"))
         raise_ended(range(len(self.processes)), self._exit_reason, _PURPOSE, op="init", rank=self.rank)
+        if self._watch is not None:
+            self._watch(self)
 
     def _exit_reason(self, peer: int) -> str:
         return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""

@@ -20,12 +20,13 @@ from ...errors import CollectivesError, CollectiveTimeout, TransportError
 from ...json_records import parse_json
 from ..waiting import call_with_timeout, first_line, format_ranks
 from .error_store import ErrorStore
+from .gloo_store import PREFIX, GlooStore
 from .topology import find_route, is_loopback
 
-__all__ = ["GlooConnections", "TransferError", "wait"]
+__all__ = ["DATA_TAG", "LATE_TAG", "WATCH_TAG", "GlooConnections", "TransferError", "wait"]
 
 _FOREVER = timedelta(days=365)
-_DATA_TAG, _ABORT_TAG, _LATE_TAG = 0, 1, 2  # Gloo's tags
+DATA_TAG, _ABORT_TAG, LATE_TAG, WATCH_TAG = 0, 1, 2, 3  # Gloo's tags
 
 
 class TransferError(Exception):
@@ -57,9 +58,7 @@ class GlooConnections:
         options._devices = [_get_device(_find_address(error_store, rank, size, deadline))]
         options._threads = 1
         options._timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-        store = dist.PrefixStore("gloo", error_store.store)
-        # Inside of Gloo no other call of the store gets through: its client has one lock.
-        error_store.wait_for_keys([f"address/{peer}" for peer in range(size)], deadline)
+        store = GlooStore(error_store, deadline)
 
         def timed_out() -> CollectivesError:
             return CollectiveTimeout(
@@ -71,12 +70,14 @@ class GlooConnections:
         try:
             self._gloo = call_with_timeout(
                 lambda _: dist.ProcessGroupGloo(store, rank, size, options), deadline + 1.0, timed_out,
-                error_store.check_processes,
+                error_store.check_ranks,
             )  # fmt: skip
         except CollectivesError:
             raise
         except RuntimeError as error:
-            missing = error_store.find_missing([f"gloo/0/{peer}" for peer in range(size)])
+            if isinstance(store.error, CollectivesError):
+                raise store.error from error
+            missing = error_store.find_missing([f"{PREFIX}{peer}" for peer in range(size)])
             if 0 < len(missing) < size:
                 raise CollectiveTimeout(
                     f"{format_ranks(missing)} of {size} did not come within {seconds:g} s to connect the machines",
@@ -91,16 +92,15 @@ class GlooConnections:
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
 
-    def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int, late: bool = False) -> list:
+    def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int, tag: int = DATA_TAG) -> list:
         """Start a send or a receive, and return what `wait` takes; nothing for 0 bytes.
 
-        Transfers between two ranks arrive in order, and those that are ``late`` in an order of their
-        own. One may be shorter than its receive buffer; a longer one ends the process.
+        Transfers between two ranks arrive in order, for each ``tag`` by itself. One may be shorter than
+        its receive buffer; a longer one ends the process.
         """
         if not nbytes:
             return []
         memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-        tag = _LATE_TAG if late else _DATA_TAG
         try:
             return [(peer, (self._gloo.send if is_send else self._gloo.recv)([memory], peer, tag), memory)]
         except RuntimeError as error:

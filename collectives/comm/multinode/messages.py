@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...arrays import ITEMSIZE
 from ...errors import Mismatch
 from ..fingerprint import compare, describe
-from .gloo import GlooConnections, TransferError, wait
+from .gloo import DATA_TAG, LATE_TAG, GlooConnections, TransferError, wait
 from .scratch import Scratch
 
 __all__ = ["EAGER_BYTES", "MessageTransport", "NodeMismatch"]
@@ -158,7 +158,7 @@ class MessageTransport:
                 payloads += start(True, rank, slot, _HEAD_BYTES + eager)
                 slot += _ROOM
             if head is None or nbytes > EAGER_BYTES:
-                payloads += start(True, rank, address, nbytes, late=head is not None)
+                payloads += start(True, rank, address, nbytes, DATA_TAG if head is None else LATE_TAG)
         if meanwhile is not None:
             meanwhile()
         if not heads and not payloads:
@@ -170,7 +170,7 @@ class MessageTransport:
             # Gloo ends the process where more comes than what a receive has room for, so those of long
             # messages begin here.
             long = [message for _, message in places if message.nbytes > EAGER_BYTES]
-            started = [each for rank, at, nbytes, _ in long for each in start(False, rank, at, nbytes, late=True)]
+            started = [each for rank, at, nbytes, _ in long for each in start(False, rank, at, nbytes, LATE_TAG)]
             for slot, (_, address, nbytes, _) in places:
                 if nbytes <= EAGER_BYTES:
                     ctypes.memmove(address, slot + _HEAD_BYTES, nbytes)

@@ -69,20 +69,22 @@ class BackgroundWriter:
     """Writes the checkpoint of one step; `start` begins it.
 
     `before`: a function that is called first, on the thread; `after`: one that rank 0 calls once the
-    checkpoint is there. `error`: what has failed here, or None.
+    checkpoint is there. `ranks`: that write it. `error`: what has failed here, or None;
+    `incomplete`: rank 0 has given up waiting for other ranks.
     """
 
     def __init__(
-        self, target: Path, step: int, rank: int, ranks: int, writer: DeferredWriter, before: Callable[[], None],
+        self, target: Path, step: int, ranks: DistWrapper, writer: DeferredWriter, before: Callable[[], None],
         after: Callable[[], None],
     ):  # fmt: skip
-        self.target, self.step = target, step
+        self.target, self.step, self.ranks = target, step, ranks
         self._partial = target.with_name(target.name + PARTIAL)
-        self._rank, self._ranks = rank, ranks
+        self._rank = ranks.rank
         self._writer = writer
         self._before, self._after = before, after
         self._written, self._given_up = threading.Event(), threading.Event()
         self.error: BaseException | None = None
+        self.incomplete = False
         self._thread = threading.Thread(target=self._run, name=f"collectives checkpoint {step}", daemon=True)
 
     def start(self) -> None:
@@ -151,26 +153,28 @@ class BackgroundWriter:
                 self._commit()
                 self._after()
                 return
+            self.incomplete = True
         except BaseException as error:
             self.error = error
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def _wait_for_ranks(self) -> bool:
         """Wait until no rank writes any more; return whether all ranks have written their files."""
-        missing, failed, pause = list(range(self._ranks)), self.error is not None, 1e-3
+        missing, failed, pause = list(range(self.ranks.size)), self.error is not None, 1e-3
         while True:
+            given_up = self._given_up.is_set()  # before the look: what is there by then counts
             missing = [rank for rank in missing if not self._record_of(rank, _WRITTEN).exists()]
             found = [rank for rank in missing if self._record_of(rank, _FAILED).exists()]
             failed = failed or bool(found)
             missing = [rank for rank in missing if rank not in found and not (rank == self._rank and failed)]
-            if not missing or self._given_up.is_set():
+            if not missing or given_up:
                 return not missing and not failed
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
 
     def _commit(self) -> None:
         results, files = [], {}
-        for rank in range(self._ranks):
+        for rank in range(self.ranks.size):
             path = self._record_of(rank, _WRITTEN)
             made, its_files = pickle.loads(unseal(path.read_bytes(), self._purpose(rank)))
             results.append(made)

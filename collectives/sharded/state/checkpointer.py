@@ -117,7 +117,7 @@ class Checkpointer:
             raise
         self._pending_model = weakref.ref(model)
         self._pending = BackgroundWriter(
-            target, step, ranks.rank, ranks.size, made[0], self._snapshot.wait, self._remove_old
+            target, step, ranks, made[0], self._snapshot.wait, self._remove_old
         )
         self._pending.start()
         if block:
@@ -131,15 +131,35 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        model = self._pending_model()
+        model, comm = self._pending_model(), self._pending.ranks.comm
+        if comm is not None and comm.closed:  # the ranks are others now
+            pending, self._pending = self._pending, None
+            _settle(pending, _EXIT_WAIT_S)
+            return
         if model is None:
             raise InvalidUsage("the model that was saved is gone: keep it until wait() returns", op="Checkpointer.wait")
         self._finish(DistWrapper(get_module_scheduler(model), "Checkpointer.wait", str(self.directory)))
 
     def _finish(self, ranks: DistWrapper) -> None:
-        """Wait for the checkpoint that is being written, if one is; raise on all ranks if it failed."""
+        """Wait for the checkpoint that is being written, if one is; raise on all ranks if it failed.
+
+        In an elastic job other ranks may have begun it. Then those of them that are left complete it
+        if all parts are there, and warn if not.
+        """
         pending, self._pending = self._pending, None
-        if pending is None:
+
+        def look() -> str:
+            if pending is None:
+                return "none"
+            if pending.ranks.comm is ranks.comm:
+                return "own"
+            pending.wait_until_written()
+            return "older"
+
+        found = ranks.run_on_all("look for a checkpoint that is being written", look)
+        if "older" in found and pending is not None:
+            _settle(pending, 0.0)
+        if pending is None or "own" not in found or "older" in found:
             return
 
         def wait_until_written() -> None:
@@ -178,10 +198,7 @@ class Checkpointer:
         pending = self._pending
         if pending is None:
             return
-        pending.wait_until_written()
-        error = pending.error if pending.wait(_EXIT_WAIT_S) else "other ranks have not written their parts"
-        if error is not None:
-            warnings.warn(f"{pending.target} was not written: {error}", RuntimeWarning, stacklevel=1)
+        _settle(pending, _EXIT_WAIT_S)
 
     # ---- Loading.
 
@@ -224,6 +241,20 @@ class Checkpointer:
             text = f"no checkpoint in {self.directory} is whole: {_describe(skipped)}"
             raise InvalidArgument(text, op="Checkpointer.load_latest", rank=ranks.rank)
         return None
+
+
+def _settle(pending: BackgroundWriter, seconds: float) -> None:
+    """End the writing of a checkpoint without the other ranks; warn where it isn't whole.
+
+    ``seconds``: for which rank 0 waits for parts that are not there yet.
+    """
+    pending.wait_until_written()
+    pending.wait(seconds)
+    pending.give_up()
+    pending.wait()
+    error = pending.error or ("other ranks have not written their parts" if pending.incomplete else None)
+    if error is not None:
+        warnings.warn(f"{pending.target} was not written: {error}", RuntimeWarning, stacklevel=1)
 
 
 def _problem_of(path: Path, step: int, rank: int, ranks: int) -> str | None:
