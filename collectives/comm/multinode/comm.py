@@ -29,6 +29,7 @@ from ...errors import (
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
+from ..liveness import exit_reason
 from ..waiting import call_with_timeout, format_ranks
 from .error_store import ErrorStore, ParentFailed, StoreGone
 from .gloo import GlooConnections, TransferError
@@ -338,7 +339,11 @@ class MultiNodeComm:
         except ParentFailed as error:
             raise error.posted from error
         except CollectivesError as error:
-            raise renumber_error(error, ranks, op=op, rank=self.rank) from error
+            found = renumber_error(error, ranks, op=op, rank=self.rank)
+            if watch is not None and any(watch.has_ended(r) or exit_reason(peers[r].process) for r in error.peers):
+                self._store.post_error(found)  # with the rank this communicator has ended, too
+                self._shut_down(found)
+            raise found from error
 
     def _open_among(self, peers: list, rank: int, store: ErrorStore, uid: str, seconds: float):
         if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
@@ -389,7 +394,7 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
     if isinstance(error, CollectiveTimeout) and error.peers:
         error = _follow_timeout(store, error)
     elif connects and isinstance(error, CollectiveTimeout | RemoteError | TransportError):
-        error = store.fetch_error() or error
+        error = store.find_cause(error)
     store.post_error(error)
     return error
 

@@ -23,6 +23,7 @@ _FOLLOW_S = 1.5  # by which the ranks of a chain of waits run out of time one af
 _POLL_S = 0.002
 _ANSWER_S = 1.5  # in which a store that lives answers, as a rule
 _OPENING_ANSWER_S = 30.0  # while ranks connect, where it may answer late: torch's pauses for 5 or 10 s now and then
+_NOTICE_S = 0.05  # in which a lost connection is noticed
 _CHECK_S = 0.2  # between looks for the cause of a wait
 
 _PURPOSE = "to connect the machines"
@@ -137,6 +138,16 @@ class ErrorStore:
         raise_ended(range(len(self.processes)), self._exit_reason, _PURPOSE, op="init", rank=self.rank)
         if self._watch is not None:
             self._watch(self)
+
+    def find_cause(self, error: CollectivesError) -> CollectivesError:
+        """Return why ranks can't connect, where this one only knows that it can't: ``error``."""
+        try:
+            if self._watch is not None:
+                time.sleep(_NOTICE_S)
+                self._watch(self)
+        except CollectivesError as found:
+            return found
+        return self.fetch_error() or error
 
     def _exit_reason(self, peer: int) -> str:
         return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""

@@ -26,7 +26,9 @@ __all__ = ["HostCollectives"]
 
 _F32 = DTYPES["float32"]
 _SUM, _AVG = OPS["sum"], OPS["avg"]
-_INTRA_NODE_EXTRA_S = 2.8  # extra limit of waits inside of a node for a rank that may wait for another node
+# Extra limits: of waits inside of a node for a rank that may wait for another node, and of those between
+# nodes. Less than for how long the ranks of a chain of waits follow one another (error_store.py).
+_INTRA_NODE_EXTRA_S, _INTER_NODE_EXTRA_S = 0.5, 1.0
 
 
 class HostCollectives:
@@ -62,7 +64,7 @@ class HostCollectives:
         self._timeout = timeout
         self.intra_node.set_timeout(timeout)
         # Above the engine's limit: the engine knows more about a cause.
-        self._everyone.timeout = None if timeout is None else timeout + 1.0
+        self._everyone.timeout = None if timeout is None else timeout + _INTER_NODE_EXTRA_S
 
     def _extend_intra_node_timeout(self) -> None:
         """Extend the engine's limit: ranks here may wait for one that waits for another node."""
