@@ -94,7 +94,7 @@ def run_trial(seed: int) -> dict:
     try:
         results = run_ranks(take_part, plan["ranks"], plan, timeout=LIMIT)
     except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {str(failure)[-3000:]}")
+        row["wrong"].append(f"a rank failed or hung: {str(failure)[:5000]}")
         return row
     row["wrong"] += [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found["wrong"]]
     row["errors"] = [found["error"] for found in results]

@@ -77,7 +77,7 @@ def run_trial(seed: int) -> dict:
     try:
         results = run_ranks(take_part, plan.ranks, plan, timeout=LIMIT, deaths=plan.victims)
     except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {str(failure)[-3000:]}")
+        row["wrong"].append(f"a rank failed or hung: {shorten(failure)}")
         return row
     survivors = [rank for rank in range(plan.ranks) if rank not in plan.victims]
     seconds = []
@@ -89,6 +89,12 @@ def run_trial(seed: int) -> dict:
     row["seconds"] = max(seconds, default=None)
     row["errors"] = sorted({results[rank]["error"] for rank in survivors})
     return row
+
+
+def shorten(failure: RankFailure) -> str:
+    """Return the beginning and the end of what a trial's ranks wrote."""
+    text = str(failure)
+    return text if len(text) < 8000 else f"{text[:5000]}\n...\n{text[-3000:]}"
 
 
 # ---- On each rank.

@@ -206,6 +206,42 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path, place):
     assert sorted(os.listdir(tmp_path)) == ["step_000000001", "step_000000005"]
 
 
+# ---- Other ranks than before, as in an elastic job.
+
+
+def change(ctx, folder, survives):
+    """Ranks 0 and 1 save, then ranks 0 to 2 do, over a new communicator; one of the first may not write its part."""
+    everyone = ctx.communicator()
+    first = everyone.split(0 if ctx.rank < 2 else 1)
+    checkpointer = Checkpointer(folder)
+    if ctx.rank == 1 and not survives:  # as if it had died: rank 0 is never to hear of its part
+        write = background_writer.BackgroundWriter._write
+        background_writer.BackgroundWriter._write = lambda self: None if self.step == 1 else write(self)
+    if ctx.rank < 2:
+        model, optimizer = new(first)
+        train(model, optimizer)
+        checkpointer.save(1, model, optimizer)
+    first.close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, optimizer = new(everyone)
+        train(model, optimizer)
+        checkpointer.save(2, model, optimizer)
+        checkpointer.wait()
+    return sorted(os.listdir(folder)), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_ranks_that_change(tmp_path, survives):
+    found = run_ranks(change, 3, str(tmp_path), survives, fresh=True)
+    names, said = zip(*found, strict=True)
+    assert names[0] == ["step_000000001", "step_000000002"][not survives :]
+    assert said[1:] == ([], []) and len(said[0]) == (not survives)
+    if not survives:
+        assert "step_000000001 was not written: other ranks have not written their parts" in said[0][0]
+    assert run_ranks(resumes, 2, str(tmp_path))[0][0].step == 2
+
+
 # ---- Plain modules.
 
 

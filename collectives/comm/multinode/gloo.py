@@ -83,10 +83,11 @@ class GlooConnections:
                     f"{format_ranks(missing)} of {size} did not come within {seconds:g} s to connect the machines",
                     op="init", rank=rank, peers=missing,
                 ) from error  # fmt: skip
+            refused = store.find_rank(str(error))
             raise TransportError(
                 f"Gloo could not connect the machines: {first_line(error)}{_find_lack()}. GLOO_SOCKET_IFNAME names the "
                 "interface to use; the machines must reach each other on any TCP port",
-                op="init", rank=rank,
+                op="init", rank=rank, peers=() if refused is None else (refused,),
             ) from error  # fmt: skip
         self._others = [peer for peer in range(size) if peer != rank]
         self._jobs: queue.SimpleQueue | None = None

@@ -1,0 +1,25 @@
+"""The elastic example: a rank kills itself, and the others go on with its shards."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.examples.running import EXAMPLES, SECONDS, login_environment
+
+
+@pytest.mark.sampled(one_in=3)
+def test_a_rank_kills_itself(tmp_path):
+    launcher = (sys.executable, "-m", "collectives.run", "-n", "2", "--elastic", "1:2")
+    options = ("--kill", "1:6", "--texts", "480", "--context", "32", "--width", "64", "--layers", "1")
+    words = [*launcher, str(EXAMPLES / "elastic_char_gpt.py"), *options, "--checkpoints", "saved"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=login_environment(), capture_output=True, text=True, timeout=SECONDS
+    )  # fmt: skip
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 0, out + err
+    result = json.loads(out.splitlines()[-1])
+    assert result["every_text_in_each_epoch"] is True and result["loss"] < result["loss_of_frequencies"]
+    assert "commit 5: 1 ranks" in out and "rank 1 died; going on from the last commit" in err
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step_000000001", "step_000000002"]
