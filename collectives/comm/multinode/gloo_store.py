@@ -56,7 +56,8 @@ class GlooStore(dist.Store):
         family = socket.AF_INET6 if ":" in found[1] else socket.AF_INET
         flow = b"" if family == socket.AF_INET else bytes(4)
         address = flow + socket.inet_pton(family, found[1])  # as in a sockaddr, after the port
-        places = [struct.pack(order, int(found[2])) + address for order in ("<H", ">H")]  # Gloo prints it as it is there
+        # Gloo prints a port as it is there.
+        places = [struct.pack(order, int(found[2])) + address for order in ("<H", ">H")]
         ranks = [rank for rank, value in self._addresses.items() if any(place in value for place in places)]
         return ranks[0] if len(ranks) == 1 else None
 
