@@ -178,10 +178,8 @@ Error exchange_colors(ncclComm* parent, int color, int key, uint64_t number, std
   me->split[number & 1].key = key;
   me->split_posted.store(number, std::memory_order_release);
   parent->wake_sleepers();
-  Error error = wait_until(*parent, true, [&] {
-    for (int r = 0; r < parent->size; ++r)
-      if (parent->segment->rank(r)->split_posted.load(std::memory_order_acquire) < number) return r;
-    return -1;
+  Error error = wait_until(*parent, true, [&](int r) {
+    return parent->segment->rank(r)->split_posted.load(std::memory_order_acquire) < number;
   });
   if (error) {
     error.op = "ncclCommSplit";

@@ -271,7 +271,12 @@ struct Run {
 
 }  // namespace
 
-Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& blocked_on) {
+Error wait_until(ncclComm& c, bool revoked_too, const std::function<bool(int)>& is_missing) {
+  auto blocked_on = [&] {
+    for (int r = 0; r < c.size; ++r)
+      if (is_missing(r)) return r;
+    return -1;
+  };
   Pause pause(&c, c.spin);
   int64_t limit = c.timeout_ns.load(), start = now_ns(), looked = start;
   bool revoked_before = c.revoke_flag.load();
@@ -286,10 +291,12 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<int()>& bloc
     if (thoroughly) looked = now;
     if (thoroughly || c.segment->header()->troubles.load()) {
       std::vector<int> lost = failed_peers(c, thoroughly);
-      bool revoked = c.segment->rank(peer)->state.load() == kRevoked && revoked_too &&
-                     !(thoroughly && process_ended(c.pids[peer], c.pidfds[peer]));
-      if (std::find(lost.begin(), lost.end(), peer) != lost.end() && !revoked && blocked_on() == peer)
-        return remote_error(c, lost, {peer});
+      // One that is gone is enough: the others that are missing may have noticed it, and not come.
+      for (int r : lost) {
+        bool revoked = c.segment->rank(r)->state.load() == kRevoked && revoked_too &&
+                       !(thoroughly && process_ended(c.pids[r], c.pidfds[r]));
+        if (!revoked && is_missing(r)) return remote_error(c, lost, {r});
+      }
     }
     if (thoroughly && c.segment->rank(peer)->posted.load() > c.rounds && blocked_on() == peer) {
       Error error = make_error(collHostErrorMismatch, format("rank %d called another operation where this rank called this", peer));

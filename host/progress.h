@@ -38,8 +38,8 @@ struct Batch {
 // The same for one collective in the calling thread, with nothing allocated.
 Error run_alone(const Op& op, uint64_t ticket);
 
-// Wait until blocked_on() returns -1 instead of a rank. revoked_too: peers that revoked the
+// Wait until is_missing(r) is false for every rank r. revoked_too: peers that revoked the
 // communicator still answer.
-Error wait_until(ncclComm& comm, bool revoked_too, const std::function<int()>& blocked_on);
+Error wait_until(ncclComm& comm, bool revoked_too, const std::function<bool(int)>& is_missing);
 
 }  // namespace coll
