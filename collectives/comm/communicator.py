@@ -267,8 +267,9 @@ class Communicator(CommMemory):
         Blocks until all have called it, on the host at most for `timeout`; past it `CollectiveTimeout`
         names the ranks that didn't come, and this communicator can't be used any more. A rank of
         the part that fails while the part's ranks connect is an error on all of them, `RemoteError`
-        that names it or who it waited for, and this communicator stays as it is. Errors have this
-        communicator's rank numbers.
+        that names it or who it waited for, and this communicator stays as it is, on several nodes of
+        the host engine not: there it can't be used any more. Errors have this communicator's rank
+        numbers.
         """
         return _open_child(self, *opening.split(self, color, key, config))
 

@@ -29,7 +29,6 @@ from ...errors import (
 from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
-from ..liveness import exit_reason
 from ..waiting import call_with_timeout, format_ranks
 from .error_store import ErrorStore, ParentFailed, StoreGone
 from .gloo import GlooConnections, TransferError
@@ -340,8 +339,8 @@ class MultiNodeComm:
             raise error.posted from error
         except CollectivesError as error:
             found = renumber_error(error, ranks, op=op, rank=self.rank)
-            if watch is not None and any(watch.has_ended(r) or exit_reason(peers[r].process) for r in error.peers):
-                self._store.post_error(found)  # with the rank this communicator has ended, too
+            if op == "split":  # others may have opened their part, and be at their next call on this communicator
+                self._store.post_error(found)
                 self._shut_down(found)
             raise found from error
 

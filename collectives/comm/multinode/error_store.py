@@ -147,7 +147,7 @@ class ErrorStore:
                 self._watch(self)
         except CollectivesError as found:
             return found
-        return self.fetch_error() or error
+        return self.fetch_error(2 * _FETCH_S) or error
 
     def _exit_reason(self, peer: int) -> str:
         return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""

@@ -15,7 +15,7 @@ from .error_store import ErrorStore
 __all__ = ["PREFIX", "GlooStore"]
 
 PREFIX = "gloo/0/"  # Gloo's keys are "0/RANK"
-_REMOTE = re.compile(r"remote=\[([0-9a-fA-F.:]+)\]:(\d+)")  # in Gloo's errors
+_REMOTE = re.compile(r"(?:remote=|by peer )\[([0-9a-fA-F.:]+)\]:(\d+)")  # in Gloo's errors
 
 
 class GlooStore(dist.Store):

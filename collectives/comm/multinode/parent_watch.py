@@ -59,10 +59,6 @@ class ParentWatch:
             store.post_error(error)
         raise error
 
-    def has_ended(self, peer: int) -> bool:
-        """Return whether the connection to a rank of the child is known to be lost."""
-        return peer == self._next and self._lost is not None
-
     def finish(self) -> None:
         """End the watch: this rank is done. A rank that ends later is noticed by the child."""
         with contextlib.suppress(TransferError):  # it has ended, which the child notices
