@@ -304,7 +304,7 @@ class MultiNodeComm:
         if color < 0:
             return None
         rows = [(key, rank) for rank, (theirs, key) in enumerate(table.tolist()) if theirs == color]
-        return self._open_child("split", [rank for _, rank in sorted(rows)], f"{self.uid}/s{self._num_splits}c{color}")
+        return _open_child(self, "split", [rank for _, rank in sorted(rows)], f"{self.uid}/s{self._num_splits}c{color}")
 
     def shrink(self, exclude: list[int], *, flags: int = 0, config=None):
         """Open a communicator without some ranks, which may be dead. A collective of the others."""
@@ -315,43 +315,7 @@ class MultiNodeComm:
         self._num_shrinks += 1
         left = [rank for rank in range(self.size) if rank not in exclude]
         uid = f"{self.uid}/w{self._num_shrinks}-{','.join(map(str, sorted(exclude)))}"
-        return self._open_child("shrink", left, uid)
-
-    def _open_child(self, op: str, ranks: list[int], uid: str):
-        rank = ranks.index(self.rank)
-        peers = [self.peers[each] for each in ranks]
-        seconds = min(self._init_timeout, self._timeout or self._init_timeout)
-        store, host = self._root_store.store, self._root_store.host
-        watch = None
-        if op == "split":
-            watch = ParentWatch(self._connections, ranks, rank) if len(ranks) > 1 else None
-            store = ErrorStore(store, host, rank, parent=self._store, watch=watch and watch.check)
-        else:  # the parent has failed
-            store = ErrorStore(store, host, rank)
-        try:
-            child = self._open_among(peers, rank, store, uid, seconds)
-            if watch is not None:
-                watch.finish()
-            return child
-        except StoreGone as error:
-            raise StoreGone(error.message, op=op, rank=self.rank) from error
-        except ParentFailed as error:
-            raise error.posted from error
-        except CollectivesError as error:
-            found = renumber_error(error, ranks, op=op, rank=self.rank)
-            if op == "split":  # others may have opened their part, and be at their next call on this communicator
-                self._store.post_error(found)
-                self._shut_down(found)
-            raise found from error
-
-    def _open_among(self, peers: list, rank: int, store: ErrorStore, uid: str, seconds: float):
-        if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
-            child = MultiNodeComm(self.library, peers, rank, store, uid, seconds)
-            child.set_timeout(self._timeout)
-            return child
-        store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
-        deadline = time.monotonic() + seconds
-        return _open_intra_node(self.library.library, store, tuple(range(len(peers))), rank, deadline, "id/0")
+        return _open_child(self, "shrink", left, uid)
 
     # ---- The end.
 
@@ -380,6 +344,50 @@ class MultiNodeComm:
     def detach_after_fork(self) -> None:
         """Detach from the parent's connections in a forked child, and leave them open."""
         self._connections.detach_after_fork()
+
+
+def _open_child(comm: MultiNodeComm, op: str, ranks: list[int], uid: str):
+    """Open a child of some ranks; its errors have the parent's rank numbers."""
+    rank = ranks.index(comm.rank)
+    peers = [comm.peers[each] for each in ranks]
+    seconds = min(comm._init_timeout, comm._timeout or comm._init_timeout)
+    store, host = comm._root_store.store, comm._root_store.host
+    watch = None
+    if op == "split":
+        watch = ParentWatch(comm._connections, ranks, rank) if len(ranks) > 1 else None
+        store = ErrorStore(store, host, rank, parent=comm._store, watch=watch and watch.check)
+    else:  # the parent has failed
+        store = ErrorStore(store, host, rank)
+    try:
+        child = _open_among(comm, peers, rank, store, uid, seconds)
+        if watch is not None:
+            watch.finish()
+        return child
+    except BaseException as error:
+        if isinstance(error, StoreGone):
+            found = StoreGone(error.message, op=op, rank=comm.rank)
+        elif isinstance(error, ParentFailed):
+            found = error.posted
+        elif isinstance(error, CollectivesError):
+            found = renumber_error(error, ranks, op=op, rank=comm.rank)
+        else:  # Ctrl-C
+            found = Aborted("the call was interrupted", op=op, rank=comm.rank)
+        if op == "split":  # others may have opened their part, and be at their next call on this communicator
+            comm._store.post_error(found)
+            comm._shut_down(found)
+        if not isinstance(error, CollectivesError):
+            raise
+        raise found from error
+
+
+def _open_among(comm: MultiNodeComm, peers: list, rank: int, store: ErrorStore, uid: str, seconds: float):
+    if len(group_ranks_by_node(peer.node for peer in peers)) > 1:
+        child = MultiNodeComm(comm.library, peers, rank, store, uid, seconds)
+        child.set_timeout(comm._timeout)
+        return child
+    store = store.with_prefix(f"comm{uid}", rank, [peer.process for peer in peers])
+    deadline = time.monotonic() + seconds
+    return _open_intra_node(comm.library.library, store, tuple(range(len(peers))), rank, deadline, "id/0")
 
 
 def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> CollectivesError:
