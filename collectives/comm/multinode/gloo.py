@@ -26,7 +26,8 @@ from .topology import find_route, is_loopback
 __all__ = ["DATA_TAG", "LATE_TAG", "WATCH_TAG", "GlooConnections", "TransferError", "wait"]
 
 _FOREVER = timedelta(days=365)
-DATA_TAG, _ABORT_TAG, LATE_TAG, WATCH_TAG = 0, 1, 2, 3  # Gloo's tags
+DATA_TAG, _ABORT_TAG, LATE_TAG, WATCH_TAG, _END_TAG = range(5)  # Gloo's tags
+_LOOK_S = 0.5  # between looks whether the connection that is waited for is still there
 
 
 class TransferError(Exception):
@@ -92,6 +93,9 @@ class GlooConnections:
         self._others = [peer for peer in range(size) if peer != rank]
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
+        self._waits = 0  # that have begun
+        self._waits_for: int | None = None  # the peer of the newest one, until it has returned
+        self._lost: dict[int, str | None] = {}  # peers whose connections are watched, and why they are lost
 
     def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int, tag: int = DATA_TAG) -> list:
         """Start a send or a receive, and return what `wait` takes; nothing for 0 bytes.
@@ -110,33 +114,60 @@ class GlooConnections:
     def run_waits(self, waits: Callable[[], None], peers: Sequence[int]) -> None:
         """Run a function that calls `wait`, and block until it returns.
 
-        ``peers``: the ranks for which it waits. In the main thread the function runs in another
-        one: signal handlers run in the main thread, which must not be inside of Gloo then.
+        ``peers``: the ranks for which it waits. It runs in another thread: signal handlers run in the
+        main thread, which must not be inside of Gloo then, and Gloo doesn't wake a receive whose data
+        has begun to come when the connection is lost. Then this returns without it.
         """
         self.awaited_peers = tuple(dict.fromkeys(peers))
         try:
-            if threading.current_thread() is threading.main_thread():
-                self._run_in_thread(waits)
-            else:
-                waits()
+            self._run_in_thread(waits)
         finally:
             self.awaited_peers = ()
+
+    def wait(self, started: list, seconds: float | None) -> None:
+        """Block until transfers are complete, as the function `wait`; inside of `run_waits`."""
+        until = None if seconds is None else time.monotonic() + seconds
+        for each in started:
+            self._waits, self._waits_for = self._waits + 1, each[0]
+            wait([each], None if until is None else until - time.monotonic())
+            self._waits_for = None
 
     def _run_in_thread(self, waits: Callable[[], None]) -> None:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             threading.Thread(target=_run_jobs, args=(self._jobs,), name="collectives-gloo", daemon=True).start()
-        done, outcome = threading.Lock(), []
+        done, outcome, before = threading.Lock(), [], None
         done.acquire()
         self._jobs.put((waits, done, outcome))
         try:
-            done.acquire()
+            while not done.acquire(timeout=_LOOK_S):
+                peer, at = self._waits_for, self._waits
+                lost = None if peer is None else self._watch_connection(peer)
+                if lost is not None and at == before:
+                    raise TransferError(peer, False, lost)
+                before = at
+        except TransferError:
+            raise
         except BaseException:
             self.abort()  # so that the thread returns, and nothing is written to the arrays any more
             threading.Lock.acquire(done, True, 5.0)
             raise
         if outcome:
             raise outcome[0]
+
+    def _watch_connection(self, peer: int) -> str | None:
+        """Return why the connection to a peer is lost, None if it isn't: a receive of its own notices that."""
+        if peer not in self._lost:
+            self._lost[peer] = None
+            byte = torch.empty(1, dtype=torch.uint8)
+            try:
+                started = [(peer, self._gloo.recv([byte], peer, _END_TAG), byte)]
+            except RuntimeError as error:
+                self._lost[peer] = _reason_of(error)
+            else:
+                args = (self._lost, started)
+                threading.Thread(target=_watch_end, args=args, name="collectives-gloo-watch", daemon=True).start()
+        return self._lost[peer]
 
     def abort(self) -> None:
         """Close all connections, from any thread. Waits of this rank and of its peers fail."""
@@ -155,6 +186,8 @@ class GlooConnections:
 
     def close(self) -> None:
         """Free everything. No transfer may be in flight."""
+        if self._lost:
+            self.abort()  # ends the receives that watch connections
         if self._jobs is not None:
             self._jobs.put(None)
         self._jobs = self._gloo = None
@@ -180,6 +213,13 @@ def wait(started: list, seconds: float | None) -> None:
         except RuntimeError as error:
             timed_out = until is not None and time.monotonic() >= until - 0.0005
             raise TransferError(peer, timed_out, _reason_of(error)) from None
+
+
+def _watch_end(lost: dict[int, str | None], started: list) -> None:
+    try:
+        wait(started, None)
+    except TransferError as error:
+        lost[error.peer] = str(error)
 
 
 def _reason_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...arrays import ITEMSIZE
 from ...errors import Mismatch
 from ..fingerprint import compare, describe
-from .gloo import DATA_TAG, LATE_TAG, GlooConnections, TransferError, wait
+from .gloo import DATA_TAG, LATE_TAG, GlooConnections, TransferError
 from .scratch import Scratch
 
 __all__ = ["EAGER_BYTES", "MessageTransport", "NodeMismatch"]
@@ -165,6 +165,7 @@ class MessageTransport:
             return
 
         def waits() -> None:
+            wait = self._connections.wait
             wait(heads, self.timeout)
             verify(self._rank, [(message, _read_head(slot)) for slot, message in places])
             # Gloo ends the process where more comes than what a receive has room for, so those of long
