@@ -25,7 +25,7 @@ def command(ranks, limits, *options, program=PROGRAM):
     return words
 
 
-def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, **env):
+def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, seconds=SECONDS, **env):
     """Run a job on one node; return its process, and what the ranks that finished have written."""
     folder.mkdir(exist_ok=True)
     env = {
@@ -33,7 +33,7 @@ def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
     words = command(ranks, limits, *options, program=program)
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=seconds)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 
