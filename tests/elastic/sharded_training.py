@@ -65,12 +65,12 @@ class State(elastic.ShardedState):
         super().sync()
 
 
-def make_model():
+def make_model(dtype=DTYPE):
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 9), torch.nn.Tanh(), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 5), torch.nn.Linear(5, 1)
     )
-    model, data = model.to(DTYPE), torch.randn(SAMPLES, 4, dtype=DTYPE)
+    model, data = model.to(dtype), torch.randn(SAMPLES, 4).to(dtype)
     model[2].eval().requires_grad_(False)
     return model, data, data.sin().sum(1, keepdim=True)
 
@@ -94,8 +94,8 @@ def step(model, optimizer, scheduler):
 
 
 def replay(way, history):
-    """As `training.replay`."""
-    model, data, target = make_model()
+    """As `training.replay`, in float64."""
+    model, data, target = make_model(torch.float64)
     optimizer = make_optimizer(model)
     scheduler = make_scheduler(optimizer)
     for counts in torch.as_tensor(history, dtype=data.dtype):
