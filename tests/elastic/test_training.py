@@ -63,6 +63,15 @@ def test_a_rank_dies_and_another_one_joins(tmp_path, way):
     assert done.stderr.count("is started again") == 1, f"the survivors go on in their processes: {done.stderr}"
 
 
+@pytest.mark.sampled(one_in=3)
+def test_a_rank_dies_before_torchs_group_is_opened(tmp_path):
+    """Torch's other ranks would wait for it until their time limit; and one of those dies in the next round, too."""
+    done, rows = run_job(tmp_path, 4, [fault(1, "group 1"), fault(3, "group 2", "exit")], way="ddp", PAUSE="0.01")
+    assert done.returncode == 0, done.stderr
+    check_rows(rows, rows[0]["size"], done.stderr)
+    assert "1 died; going on" in done.stderr and "2 died; going on" in done.stderr, done.stderr
+
+
 @pytest.mark.sampled(one_in=2)
 def test_several_die(tmp_path):
     """Several ranks die, one of them while the others recover; with a secret, which all records carry."""

@@ -1,9 +1,10 @@
 """An elastic training with faults, run by the tests and by benchmarks/faults as a program.
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
-N", "commit N", "sync N", "init", or another point's name, "how": "kill", "exit" or "raise", "wait":
-seconds before}. WAY: "plain", "ddp", whose gradients go in WIRE, or "hvd". LEAST: as many ranks take
-part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
+N", "commit N", "sync N", "init", "group N" before torch's group is opened, or another point's name,
+"how": "kill", "exit" or "raise", "wait": seconds before}. WAY: "plain", "ddp", whose gradients go in
+WIRE, or "hvd". LEAST: as many ranks take part in each epoch's end. Each rank that finishes writes a line
+of JSON to OUT.
 """
 
 from __future__ import annotations
@@ -147,6 +148,13 @@ def run_ddp():
             state, ddp, optimizer, data, target, lambda x: elastic.communicator().all_reduce(x), lambda: None
         )
 
+    open_group = torch.distributed.init_process_group
+
+    def open_with_faults(*args, **kwargs):
+        pass_point("group")
+        open_group(*args, **kwargs)
+
+    torch.distributed.init_process_group = open_with_faults
     collectives.init()
     pass_point("init")
     state = make_state(State, model, optimizer, data)
