@@ -85,6 +85,14 @@ def test_shards_whose_ranks_have_all_died(tmp_path):
     assert f"the newest whole checkpoint is {tmp_path}/saves/kept/step_000000004" in done.stderr
 
 
+@pytest.mark.sampled(one_in=3)
+def test_the_others_die_before_a_rank_that_joins_has_its_shards(tmp_path):
+    faults = [fault(1, "step 5"), fault(0, "attach 3")]
+    done, rows = run(tmp_path, 2, faults, "--max-restarts", "1", JOIN="2")
+    assert done.returncode != 0 and not rows
+    assert "MissingShards" in done.stderr and "the shards of rank 0 are on no rank that is left" in done.stderr
+
+
 @pytest.mark.thorough
 def test_a_node_dies(tmp_path):
     """All ranks of the second of two nodes: the first one's ranks have kept their shards."""

@@ -72,6 +72,15 @@ def test_a_rank_dies_before_torchs_group_is_opened(tmp_path):
     assert "1 died; going on" in done.stderr and "2 died; going on" in done.stderr, done.stderr
 
 
+@pytest.mark.sampled(one_in=3)
+def test_torchs_group_is_opened_again_for_the_same_ranks(tmp_path):
+    faults = [fault(1, "commit 3", "update"), fault(0, "commit 9", "update")]
+    done, rows = run_job(tmp_path, 2, faults, way="ddp", WIRE="fp32")
+    assert done.returncode == 0, done.stderr
+    check_rows(rows, 2, done.stderr)
+    assert "died" not in done.stderr, done.stderr
+
+
 @pytest.mark.sampled(one_in=2)
 def test_several_die(tmp_path):
     """Several ranks die, one of them while the others recover; with a secret, which all records carry."""
