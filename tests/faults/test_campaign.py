@@ -33,6 +33,13 @@ def test_what_has_once_gone_wrong(kind, seed):
     assert kind.run_trial(seed)["wrong"] == []
 
 
+@pytest.mark.sampled(one_in=4)
+@pytest.mark.parametrize("seed", [3, 14, 35])
+def test_trainings(seed):
+    """A model in shards, of which some are missing; torch's process group with a rank less; four deaths."""
+    assert trainings.run_trial(seed)["wrong"] == []
+
+
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_many_operations(seed, monkeypatch):
