@@ -98,36 +98,44 @@ def find_wrong_records(records: list[dict]) -> list[str]:
     wrong, versions = [], _Versions()
     begun: set[int] = set()
     saved: set[int] = set()
+    checked = False  # the errors since ranks went on last
     for number, record in enumerate(records):
         what = record["what"]
         if what in ("refresh", "refreshed", "failed"):
             versions.add_refresh(record)
         elif what == "start":
+            checked = False
             wrong += versions.add_start(record)
         elif what == "saves":
             begun.add(record["step"])
             saved.discard(record["step"])  # it is replaced
         elif what == "saved":
             saved.add(record["step"])
-        elif "MissingShards" in record["text"] and not any(each["what"] == "error" for each in records[:number][-1:]):
+        elif _is_of_missing(record) and not checked:
+            checked = True
             errors = _errors_from(records, number)
-            wrong += check_missing(versions, errors) + check_checkpoint(errors[0]["text"], begun, saved)
+            text = next((each["text"] for each in errors if "whole checkpoint is" in each["text"]), errors[0]["text"])
+            wrong += check_missing(versions, errors) + check_checkpoint(text, begun, saved)
     return wrong
 
 
 def _errors_from(records: list[dict], number: int) -> list[dict]:
-    """Return the errors from a place on until ranks go on again."""
+    """Return the errors of missing shards from a place on until ranks go on again."""
     found = []
     for record in records[number:]:
         if record["what"] == "start":
             break
-        found += [record] if record["what"] == "error" else []
+        found += [record] if record["what"] == "error" and _is_of_missing(record) else []
     return found
+
+
+def _is_of_missing(record: dict) -> bool:
+    return record["kind"] == "MissingShards" or "MissingShards:" in record["text"]
 
 
 def check_missing(versions: _Versions, errors: list[dict]) -> list[str]:
     """Return what is wrong about the errors of ranks that don't have all shards."""
-    text = errors[0]["text"]
+    text = next(each["text"] for each in errors if "of commit" in each["text"])
     wrong = [f"{each['kind']} in place of MissingShards: {each['text']}" for each in errors
              if each["kind"] != "MissingShards" and each["pid"] in versions.knows]  # fmt: skip
     living, whole = {each["pid"] for each in errors}, versions.newest_whole()
