@@ -72,21 +72,21 @@ def make_replicated_plan(seed: int, draw: random.Random) -> Plan:
 
 def make_sharded_plan(seed: int, draw: random.Random) -> Plan:
     """Return a plan of a model in shards; several ranks may die at once."""
-    ranks = draw.choice([2, 2, 3, 3, 4])
+    ranks, every = draw.choice([2, 2, 3, 3, 4]), draw.choice([1, 1, 2, 3])
+    replicas, keep = draw.choice([1, 1, 2]), draw.choice([0, 2, 3])
     faults = []
     for number in range(draw.randint(1, 3)):
         place = draw.choice(["step", "step", "commit", "refresh", "refresh", "sync", "attach", "init"])
         first = number == 0
         latest = {"init": 1, "sync": 1 if first else 3, "attach": 1 if first else 3, "step": 16}.get(place, 8)
         life = 0 if first else draw.choice([0, 1])
-        together = draw.randint(2, ranks) if ranks > 2 and draw.random() < 0.3 else 1
+        together = min(ranks - 1, draw.choice([2, replicas + 1])) if draw.random() < 0.5 else 1
         at, how = f"{place} {draw.randint(1, latest)}", draw.choice(["kill", "kill", "exit"])
         faults += [
             {"rank": rank, "life": life, "at": at, "how": how, "wait": 0.3 if together > 1 else 0.0}
             for rank in draw.sample(range(ranks), together)
         ]
     least, pause = ranks if draw.random() < 0.5 else 1, draw.choice([0.0, 0.01, 0.05])
-    every, replicas, keep = draw.choice([1, 1, 2, 3]), draw.choice([1, 1, 2]), draw.choice([0, 2, 3])
     return Plan(seed, "shards", ranks, tuple(faults), pause, least, every, replicas, keep)
 
 
