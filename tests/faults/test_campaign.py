@@ -35,9 +35,11 @@ def test_what_has_once_gone_wrong(kind, seed):
 
 
 @pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize("seed", [3, 14, 35])
+@pytest.mark.parametrize("seed", [27, 14, 103])
 def test_trainings(seed):
-    """A model in shards, of which some are missing; torch's process group with a rank less; four deaths."""
+    """A model in shards, of which some are missing; DDP, of whose ranks one dies before torch's group is
+    opened; a model in shards, five of whose ranks die.
+    """
     assert trainings.run_trial(seed)["wrong"] == []
 
 
