@@ -37,6 +37,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "open_process_groups",
     "premul_sum",
+    "reset_group_names",
     "sequence_number",
     "storage_use_count",
     "top_saved_tensors_hooks",
@@ -132,6 +133,13 @@ def c10d_backend():
 def group_timeout_setter():
     """Return torch's function that sets the timeout of a group whose backend is Gloo or NCCL."""
     return dist.distributed_c10d._set_pg_timeout
+
+
+def reset_group_names() -> None:
+    """Have the default group that is opened next named as the first one, where none is open: the ranks
+    need one name, and a try that has failed has taken one.
+    """
+    dist.distributed_c10d._world.group_count = 0
 
 
 def premul_sum(factor):

@@ -9,8 +9,6 @@ import gc
 import logging
 from typing import Any
 
-import torch.distributed as dist
-
 from ..comm.barrier import barrier
 from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
@@ -18,7 +16,8 @@ from ..comm.waiting import format_ranks
 from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
 from ..rendezvous import world
 from .interrupt import HostsUpdatedInterrupt
-from .membership import LAUNCHERS, Membership, NotEnoughRanks, Report, find_membership
+from .membership import Membership, NotEnoughRanks, Report, find_membership
+from .process_group import ProcessGroup
 
 __all__ = ["ElasticTraining", "run"]
 
@@ -92,7 +91,7 @@ class ElasticTraining:
         self.reset_limit = reset_limit
         self.min_ranks = min_ranks
         self.seconds = seconds
-        self.process_group = process_group
+        self.process_group = ProcessGroup(process_group)
         self.resets = 0
         self.comm: Communicator | None = None
         self.peers: tuple = ()
@@ -137,7 +136,7 @@ class ElasticTraining:
             if changed:
                 gc.collect()  # DDP objects of the call before: their hooks on parameters would stay
             try:
-                self._open_process_group()
+                self.process_group.open(self.comm, self._membership, self.seconds)
                 if changed:
                     self.state.on_reset()
                 if not skip_sync:
@@ -156,7 +155,7 @@ class ElasticTraining:
                 self._restore()
                 self._recover(error)
             except Exception as error:
-                if self.process_group is not None and self._is_of_a_death(error):
+                if self.process_group.backend is not None and self._is_of_a_death(error):
                     self._restore()
                     self._recover(error)
                 else:
@@ -180,21 +179,6 @@ class ElasticTraining:
         if not isinstance(error, RuntimeError) or self._membership is None:
             return False
         return len(self._membership.alive_ranks()) < len(self._membership.processes)
-
-    def _open_process_group(self) -> None:
-        """Open torch.distributed's default group of the present ranks, in place of an old one."""
-        if self.process_group is None:
-            return
-        store = world.round_store("group")
-        if store is None:
-            raise InvalidUsage(
-                f"process_group takes {LAUNCHERS}: the launcher's store connects the ranks again",
-                op="elastic.run",
-            )
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self.comm.barrier()  # torch waits for a rank that has died, and this raises
-        dist.init_process_group(self.process_group, store=store, rank=self.comm.rank, world_size=self.comm.size)
 
     def _count_reset(self, resets: int, cause: BaseException) -> None:
         if self.reset_limit is not None and resets >= self.reset_limit:

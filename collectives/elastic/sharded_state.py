@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm.consensus import all_gather_object
 from ..comm.waiting import format_ranks
-from ..errors import InvalidArgument, InvalidUsage, MissingShards
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage, MissingShards
 from ..rendezvous.control import open_control
 from ..sharded.state.checkpoint import load_state
 from ..sharded.state.checkpointer import Checkpointer
@@ -69,6 +69,7 @@ class ShardedState(TorchState):
         self._every, self._replicas, self._checkpointer = every, replicas, checkpointer
         self._versions = (Version(), Version())
         self._whole: Key | None = None  # the newest version that is known to be whole; never overwritten
+        self._whole_size = 0  # ranks that it is of
         self._newest: Key | None = None
         self._first: tuple | None = None  # record of the beginning
         self._number = 0  # of the last commit
@@ -161,7 +162,7 @@ class ShardedState(TorchState):
             self.wait()
             self.channel.maximum([0.0])
         if interrupt is not None or due:
-            self._whole = self._newest
+            self._whole, self._whole_size = self._newest, self.channel.size
             self.save()
             self._take(number)
             self._commits += 1
@@ -235,11 +236,12 @@ class ShardedState(TorchState):
 
     def _agree(self) -> None:
         held = [piece for version in self._versions for piece in version.list_held()]
-        rows = all_gather_object(self.channel.comm, [self._generation, self._whole is not None, held])
-        pieces = [[Held(*piece) for piece in row[2]] for row in rows]
+        rows = all_gather_object(self.channel.comm, [self._generation, self._whole, self._whole_size, held])
+        pieces = [[Held(*piece) for piece in row[3]] for row in rows]
         key, providers, missing = find_whole(pieces)
-        if key is None and any(row[1] for row in rows):
-            self._raise_missing(missing)
+        known = {Key(*whole): size for _, whole, size, _ in rows if whole is not None}
+        if key is None and known:  # a rank that has joined may know of a version of which it has nothing yet
+            self._raise_missing({each: list(range(size)) for each, size in known.items()} | missing)
         self._generation = 1 + max(row[0] for row in rows)
         if key is None:  # no refresh is done yet: the training begins again
             self._number, self._selected = 0, None
@@ -252,7 +254,7 @@ class ShardedState(TorchState):
             root = next(rank for rank, mine in enumerate(pieces) if any(Key(*piece[:2]) == key for piece in mine))
             objects = self._take_attributes(key, root)
             self._number, self._selected = key.number, _Selected(key, providers, objects)
-        self._whole = self._newest = key
+        self._whole, self._whole_size, self._newest = key, len(providers), key
         self._agreed = True
 
     def _take_attributes(self, key: Key, root: int) -> dict[str, Any]:
@@ -302,7 +304,10 @@ class ShardedState(TorchState):
             path = None if self._checkpointer is None else self._checkpointer.latest()
             text = "there is no Checkpointer" if self._checkpointer is None else "no checkpoint is whole"
             text = text if path is None else f"the newest whole checkpoint is {path}"
-        text = self.channel.broadcast_object(text)
+        try:
+            text = self.channel.broadcast_object(text)
+        except CollectivesError:  # a rank that had this error first has ended the communicator
+            text = text or "rank 0's error names the newest whole checkpoint"
         raise MissingShards(
             f"of commit {newest.number} the shards of {format_ranks(missing[newest])} are on no rank that is left, and "
             f"no version before it is whole: with more replicas more ranks can die at once; {text}",

@@ -59,6 +59,10 @@ class LauncherStore:
             self._parts[prefix] = dist.PrefixStore(prefix, self._store) if prefix else self._store
         return self._parts[prefix]
 
+    def connect_again(self) -> dist.Store:
+        """Return another connection to the present store: one has one call at a time, waits included."""
+        return open_store(self.place, False)
+
     def call(self, prefix: str, method: str, *arguments):
         """Call a method of a part of the store; connect again where the connection has ended.
 

@@ -157,6 +157,11 @@ class Rounds:
         self.has_ended()
         return self.launcher_store.moves > moves
 
+    def connect_part(self, name: str) -> dist.Store:
+        """Return a part of the store, over a new connection. Raises `TransportError` where it is gone."""
+        self.has_ended()  # goes on with another store, where that is due
+        return dist.PrefixStore(f"elastic/{name}", self.launcher_store.connect_again())
+
     def newest_processes(self) -> list[str] | None:
         """Return the members of the newest round, as `liveness.this_process` names them; None where
         there is none in this store yet.

@@ -8,7 +8,6 @@ import threading
 import time
 
 import torch
-import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.config import CommConfig, parse_config
@@ -119,10 +118,10 @@ def has_joiners() -> bool:
 
 
 def round_store(name: str):
-    """Return a part of the elastic job's store that its present round has for itself; None outside
-    of such a job.
+    """Return a part of the elastic job's store that its present round has for itself, over a connection
+    of its own, which a wait doesn't keep from others; None outside of such a job.
     """
-    return None if _round is None else dist.PrefixStore(f"{name}/{_round.number}", _open_rounds().store)
+    return None if _round is None else _open_rounds().connect_part(f"{name}/{_round.number}")
 
 
 def _open_rounds() -> Rounds | None:

@@ -1,9 +1,13 @@
-"""An elastic training of a model in shards with faults, run by the tests as a program.
+"""An elastic training of a model in shards with faults, run by the tests and by benchmarks/faults as a
+program.
 
 FAULTS, PAUSE and OUT: as in training.py, with the points "refresh N", on the thread that sends the
-shards, and "attach N". EVERY: commits of a version. SAVES: a directory for a checkpoint of each
-commit. JOIN: with fewer ranks a commit waits for one that joins. Each rank that finishes writes a line
-of JSON to OUT; its "history" has how many ranks went on from which commit.
+shards, and "attach N". EVERY: commits of a version. REPLICAS: copies of each shard. SAVES: a directory
+for a checkpoint of each commit. KEPT: a directory of a Checkpointer, which saves each KEEP-th commit, and
+from whose newest checkpoint a job begins. JOIN: with fewer ranks a commit waits for one that joins.
+DTYPE: of the model. Each rank that finishes writes a line of JSON to OUT, whose "starts" has how many
+ranks went on from which commit. RECORDS: a file to which all processes add what their copies come to, a
+line of JSON each; see `record`.
 """
 
 from __future__ import annotations
@@ -22,20 +26,37 @@ import collectives
 from collectives import elastic
 from collectives.elastic import sharded_state
 from collectives.elastic.replicas import Refresh
+from collectives.errors import CollectivesError
 from collectives.rendezvous import world
 from collectives.sharded import Checkpointer, fully_shard, get_model_state_dict, load, save
 from collectives.sharded import get_optimizer_state_dict as optimizer_state
 from tests.elastic.training import PAUSE, pass_point
 
 SAMPLES, BATCH, EPOCHS = 48, 2, int(os.environ.get("EPOCHS", "2"))
-EVERY, SAVES = int(os.environ.get("EVERY", "1")), os.environ.get("SAVES")
+EVERY, REPLICAS = int(os.environ.get("EVERY", "1")), int(os.environ.get("REPLICAS", "1"))
+SAVES, KEPT, KEEP = os.environ.get("SAVES"), os.environ.get("KEPT"), int(os.environ.get("KEEP", "1"))
 JOIN = int(os.environ.get("JOIN", "0"))
+DTYPE = getattr(torch, os.environ.get("DTYPE", "float32"))
+
+
+def record(what: str, **more) -> None:
+    """Add a line to RECORDS: what this process has come to, with the version, as [commit, generation]."""
+    if "RECORDS" not in os.environ:
+        return
+    line = json.dumps({"what": what, "pid": os.getpid(), **more}) + "\n"
+    file = os.open(os.environ["RECORDS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(file, line.encode())
+    os.close(file)
 
 
 class FaultyRefresh(Refresh):
     def run(self) -> None:
+        version = self._version
+        record("refresh", key=self._key, rank=version.rank, size=version.size)
         pass_point("refresh")
         super().run()
+        owners = [copy.owner for copy in version.copies if copy.owner is not None]
+        record("refreshed" if self._error is None else "failed", key=self._key, rank=version.rank, owners=owners)
 
 
 class State(elastic.ShardedState):
@@ -44,43 +65,84 @@ class State(elastic.ShardedState):
         super().sync()
 
 
-def make_job():
+def make_model(dtype=DTYPE):
     torch.manual_seed(3)
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 9), torch.nn.Tanh(), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 5), torch.nn.Linear(5, 1)
     )
-    data = torch.randn(SAMPLES, 4)
+    model, data = model.to(dtype), torch.randn(SAMPLES, 4).to(dtype)
     model[2].eval().requires_grad_(False)
+    return model, data, data.sin().sum(1, keepdim=True)
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def make_job():
+    model, data, target = make_model()
     fully_shard(model[0], comm=elastic.communicator())
     fully_shard(model, comm=elastic.communicator())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.02), data, data.sin().sum(1, keepdim=True)
+    return model, make_optimizer(model), data, target
+
+
+def step(model, optimizer, scheduler):
+    optimizer.step()
+    scheduler.step()
+    with torch.no_grad():
+        model[2].running_mean += 0.01
+
+
+def replay(way, history):
+    """As `training.replay`, in float64."""
+    model, data, target = make_model(torch.float64)
+    optimizer = make_optimizer(model)
+    scheduler = make_scheduler(optimizer)
+    for counts in torch.as_tensor(history, dtype=data.dtype):
+        optimizer.zero_grad()
+        ((model(data) - target).square().squeeze(1) @ (counts / counts.sum())).backward()
+        step(model, optimizer, scheduler)
+    return mse_loss(model(data), target).item()
 
 
 def make_state(**how):
     return State(
         sampler=elastic.ElasticSampler(range(SAMPLES)), epoch=0, commits=0,
-        counts=torch.zeros(SAMPLES, dtype=torch.int64), every=EVERY, **how,
+        history=torch.zeros((0, SAMPLES), dtype=torch.int64), every=EVERY, replicas=REPLICAS, **how,
     )  # fmt: skip
 
 
-def train_from(state, model, optimizer, scheduler, data, target) -> dict:
+def make_extra(state, scheduler) -> dict:
+    state.save()  # the samplers exchange what was processed
+    return {"epoch": state.epoch, "commits": state.commits, "history": state.history,
+            "sampler": state.sampler.state_dict(), "scheduler": scheduler.state_dict()}  # fmt: skip
+
+
+def take_extra(extra, state, scheduler) -> None:
+    scheduler.load_state_dict(extra["scheduler"])
+    state.epoch, state.commits, state.history = extra["epoch"], extra["commits"], extra["history"]
+    state.sampler.load_state_dict(extra["sampler"])
+
+
+def train_from(state, model, optimizer, scheduler, data, target, checkpointer=None) -> dict:
     """Train from the state on, to the end; commit after each second step. Return a row."""
     comm = elastic.communicator()
-    local = torch.zeros(SAMPLES, dtype=torch.int64)
+    local: list[torch.Tensor] = []  # as in training.py
 
     def commit() -> None:
-        total = local.clone()
-        comm.all_reduce(total)
-        local.zero_()
-        state.counts = state.counts + total
+        if local:
+            total = torch.stack(local)
+            comm.all_reduce(total)
+            local.clear()
+            state.history = torch.cat([state.history, total])
         state.commits += 1
         if SAVES is not None:
-            state.save()  # the samplers exchange what was processed
-            extra = {"epoch": state.epoch, "commits": state.commits, "counts": state.counts,
-                     "sampler": state.sampler.state_dict(), "scheduler": scheduler.state_dict()}  # fmt: skip
+            extra = make_extra(state, scheduler)
             save(Path(SAVES) / f"commit_{state.commits}", model, optimizer, extra=extra, overwrite=True)
-            if state.commits == 2:
-                Checkpointer(f"{SAVES}/kept").save(2, model, optimizer, block=True)
+        if checkpointer is not None and state.commits % KEEP == 0:
+            record("saves", step=state.commits)
+            checkpointer.save(state.commits, model, optimizer, extra=make_extra(state, scheduler), block=True)
+            record("saved", step=state.commits)
         pass_point("commit")
         while comm.size < JOIN and not world.has_joiners():
             time.sleep(0.02)
@@ -91,12 +153,9 @@ def train_from(state, model, optimizer, scheduler, data, target) -> dict:
             pass_point("step")
             optimizer.zero_grad()
             mse_loss(model(data[indices]), target[indices]).backward()
-            optimizer.step()
-            scheduler.step()
-            with torch.no_grad():
-                model[2].running_mean += 0.01
+            step(model, optimizer, scheduler)
             time.sleep(PAUSE)
-            local[indices] += 1
+            local.append(torch.bincount(indices, minlength=SAMPLES))
             state.sampler.record_batch(number, BATCH)
             if number % 2:
                 commit()
@@ -106,8 +165,8 @@ def train_from(state, model, optimizer, scheduler, data, target) -> dict:
     loss = mse_loss(model(data), target).item()
     full = get_model_state_dict(model, full_state_dict=True), optimizer_state(model, optimizer, full_state_dict=True)
     return {
-        "rank": comm.rank, "size": comm.size, "loss": loss, "counts": state.counts.tolist(), "epoch": state.epoch,
-        "digest": digest_of(full),
+        "rank": comm.rank, "size": comm.size, "loss": loss, "epoch": state.epoch,
+        "history": state.history.tolist(), "digest": digest_of(full),
     }  # fmt: skip
 
 
@@ -143,16 +202,15 @@ def resume(ctx, path) -> dict:
     model, optimizer, *data = make_job()
     scheduler, state = make_scheduler(optimizer), make_state()
     extra = load(path, model, optimizer)
-    scheduler.load_state_dict(extra["scheduler"])
-    state.epoch, state.commits, state.counts = extra["epoch"], extra["commits"], extra["counts"]
-    state.sampler.load_state_dict(extra["sampler"])
+    take_extra(extra, state, scheduler)
     state.sync()
     state.attach(model, optimizer, scheduler=scheduler)
     return train_from(state, model, optimizer, scheduler, *data)
 
 
 def main() -> None:
-    history = []
+    starts = []
+    checkpointer = None if KEPT is None else Checkpointer(KEPT)
 
     @elastic.run
     def train(state):
@@ -160,15 +218,25 @@ def main() -> None:
         scheduler = make_scheduler(optimizer)
         pass_point("attach")
         state.attach(model, optimizer, scheduler=scheduler)
-        history.append((elastic.communicator().size, state.commits))
-        return train_from(state, model, optimizer, scheduler, *data)
+        comm = elastic.communicator()
+        record("start", key=[state._number, state._generation], rank=comm.rank, size=comm.size)
+        if state.commits == 0 and checkpointer is not None:
+            loaded = checkpointer.load_latest(model, optimizer)
+            if loaded is not None:
+                take_extra(loaded.extra, state, scheduler)
+        starts.append((comm.size, state.commits))
+        return train_from(state, model, optimizer, scheduler, *data, checkpointer=checkpointer)
 
     sharded_state.Refresh = FaultyRefresh
     collectives.init()
     pass_point("init")
-    row = train(make_state(checkpointer=None if SAVES is None else Checkpointer(f"{SAVES}/kept")))
+    try:
+        row = train(make_state(checkpointer=checkpointer))
+    except CollectivesError as error:
+        record("error", kind=type(error).__name__, peers=error.peers, text=str(error))
+        raise
     with open(f"{os.environ['OUT']}.{os.getpid()}", "w") as file:
-        file.write(json.dumps({**row, "history": history}))
+        file.write(json.dumps({**row, "starts": starts}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from collectives.elastic.replicas import Held, Key, find_keepers, find_whole
 from tests.elastic import sharded_training
@@ -29,16 +30,16 @@ def check(folder, done, rows, size, versions):
     assert done.returncode == 0, done.stderr
     assert sorted(row["rank"] for row in rows) == list(range(size)), done.stderr
     assert len({row["digest"] for row in rows}) == 1
-    counts = rows[0]["counts"]
+    counts = torch.tensor(rows[0]["history"]).sum(0).tolist()
     assert min(counts) >= sharded_training.EPOCHS, (counts, done.stderr)
     assert sum(counts) - STEPS * sharded_training.BATCH < 8 * 8, (counts, done.stderr)
-    last, commits = rows[0]["history"][-1]
-    assert last == size and commits in versions, (rows[0]["history"], done.stderr)
+    last, commits = rows[0]["starts"][-1]
+    assert last == size and commits in versions, (rows[0]["starts"], done.stderr)
     if commits:
         (folder / "resumed").mkdir()
         for row in run_ranks(sharded_training.resume, size, folder / "saves" / f"commit_{commits}"):
             assert row["loss"] == rows[0]["loss"] and row["digest"] == rows[0]["digest"]
-            assert row["counts"] == counts
+            assert row["history"] == rows[0]["history"]
 
 
 def test_a_rank_dies_in_a_step(tmp_path):
@@ -71,17 +72,25 @@ def test_another_rank_joins(tmp_path):
     """The restarted rank joins at a commit between two versions, and gets its shards from the others."""
     done, rows = run(tmp_path, 2, [fault(0, "step 9")], EVERY="3", JOIN="2")
     check(tmp_path, done, rows, 2, {4, 1})  # 1: not even the first version was whole
-    first, alone, both = max((row["history"] for row in rows), key=len)
+    first, alone, both = max((row["starts"] for row in rows), key=len)
     assert first == [2, 0] and alone == [1, both[1] - 1]
 
 
 @pytest.mark.sampled(one_in=3)
 def test_shards_whose_ranks_have_all_died(tmp_path):
     faults = [{**fault(rank, "step 9"), "wait": 0.5} for rank in (1, 2)]
-    done, rows = run(tmp_path, 3, faults, "--max-restarts", "0")
+    done, rows = run(tmp_path, 3, faults, "--max-restarts", "0", KEPT=f"{tmp_path}/saves/kept", KEEP="2")
     assert done.returncode != 0 and not rows
     assert "MissingShards" in done.stderr and "the shards of rank 1 are on no rank that is left" in done.stderr
-    assert f"the newest whole checkpoint is {tmp_path}/saves/kept/step_000000002" in done.stderr
+    assert f"the newest whole checkpoint is {tmp_path}/saves/kept/step_000000004" in done.stderr
+
+
+@pytest.mark.sampled(one_in=3)
+def test_the_others_die_before_a_rank_that_joins_has_its_shards(tmp_path):
+    faults = [fault(1, "step 5"), fault(0, "attach 3")]
+    done, rows = run(tmp_path, 2, faults, "--max-restarts", "1", JOIN="2")
+    assert done.returncode != 0 and not rows
+    assert "MissingShards" in done.stderr and "the shards of rank 0 are on no rank that is left" in done.stderr
 
 
 @pytest.mark.thorough

@@ -25,7 +25,7 @@ def command(ranks, limits, *options, program=PROGRAM):
     return words
 
 
-def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, **env):
+def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, seconds=SECONDS, **env):
     """Run a job on one node; return its process, and what the ranks that finished have written."""
     folder.mkdir(exist_ok=True)
     env = {
@@ -33,7 +33,7 @@ def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
     words = command(ranks, limits, *options, program=program)
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=seconds)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 
@@ -61,6 +61,24 @@ def test_a_rank_dies_and_another_one_joins(tmp_path, way):
     check_rows(rows, 3, done.stderr)
     assert "died" in done.stderr and "joined" in done.stderr
     assert done.stderr.count("is started again") == 1, f"the survivors go on in their processes: {done.stderr}"
+
+
+@pytest.mark.sampled(one_in=3)
+def test_a_rank_dies_before_torchs_group_is_opened(tmp_path):
+    """Torch's other ranks would wait for it until their time limit; and one of those dies in the next round, too."""
+    done, rows = run_job(tmp_path, 4, [fault(1, "group 1"), fault(3, "group 2", "exit")], way="ddp", PAUSE="0.01")
+    assert done.returncode == 0, done.stderr
+    check_rows(rows, rows[0]["size"], done.stderr)
+    assert "1 died; going on" in done.stderr and "2 died; going on" in done.stderr, done.stderr
+
+
+@pytest.mark.sampled(one_in=3)
+def test_torchs_group_is_opened_again_for_the_same_ranks(tmp_path):
+    faults = [fault(1, "commit 3", "update"), fault(0, "commit 9", "update")]
+    done, rows = run_job(tmp_path, 2, faults, way="ddp", WIRE="fp32")
+    assert done.returncode == 0, done.stderr
+    check_rows(rows, 2, done.stderr)
+    assert "died" not in done.stderr, done.stderr
 
 
 @pytest.mark.sampled(one_in=2)

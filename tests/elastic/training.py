@@ -1,9 +1,10 @@
 """An elastic training with faults, run by the tests and by benchmarks/faults as a program.
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
-N", "commit N", "sync N", "init", or another point's name, "how": "kill", "exit" or "raise", "wait":
-seconds before}. WAY: "plain", "ddp", whose gradients go in WIRE, or "hvd". LEAST: as many ranks take
-part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
+N", "commit N", "sync N", "init", "group N" before torch's group is opened, or another point's name,
+"how": "kill", "exit", "raise" or, at a commit, "update", "wait": seconds before}. WAY: "plain", "ddp",
+whose gradients go in WIRE, or "hvd". LEAST: as many ranks take part in each epoch's end. Each rank that
+finishes writes a line of JSON to OUT.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ LEAST = int(os.environ.get("LEAST", "1"))  # ranks that an epoch's end waits for
 reached: containers.Counter = containers.Counter()
 
 
-def pass_point(point: str) -> None:
-    """Come to a point at which a fault may be due."""
+def pass_point(point: str) -> str | None:
+    """Come to a point at which a fault may be due; return "update" where `on_hosts_updated` is to be called."""
     reached[point] += 1
     for fault in FAULTS:
         name, _, number = fault["at"].partition(" ")
@@ -44,7 +45,10 @@ def pass_point(point: str) -> None:
             os._exit(3)
         elif fault["how"] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault["how"] == "update":
+            return "update"
         raise ValueError("a fault of the program")
+    return None
 
 
 class State(elastic.TorchState):
@@ -67,7 +71,8 @@ def train_with(state, model, optimizer, data, target, reduce_counts, average):
     local: list[torch.Tensor] = []  # how often each sample occurred on this rank, for each step since the last commit
 
     def commit():
-        pass_point("commit")
+        if pass_point("commit") == "update":
+            state.on_hosts_updated(time.time())
         if local:
             total = torch.stack(local)
             reduce_counts(total)
@@ -147,6 +152,13 @@ def run_ddp():
             state, ddp, optimizer, data, target, lambda x: elastic.communicator().all_reduce(x), lambda: None
         )
 
+    open_group = torch.distributed.init_process_group
+
+    def open_with_faults(*args, **kwargs):
+        pass_point("group")
+        open_group(*args, **kwargs)
+
+    torch.distributed.init_process_group = open_with_faults
     collectives.init()
     pass_point("init")
     state = make_state(State, model, optimizer, data)
