@@ -4,14 +4,16 @@ importing torch takes.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import tempfile
 
 from tests.rank_process import program_in_fork
 from tests.ranks import fork_server
 
-__all__ = ["ForkedProgram", "run_python"]
+__all__ = ["ForkedProgram", "run_forked", "run_python"]
 
 
 class ForkedProgram:
@@ -41,18 +43,21 @@ class ForkedProgram:
 
 def run_python(text: str, *, timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
     """Run a program's text to its end, with these variables beside this process's."""
-    with (
-        tempfile.NamedTemporaryFile("w", suffix=".py") as program,
-        tempfile.TemporaryFile("w+") as out,
-        tempfile.TemporaryFile("w+") as err,
-    ):
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
         program.write(text)
         program.flush()
-        process = ForkedProgram([program.name], {**os.environ, **env}, out, err, tempfile.gettempdir())
+        return run_forked([program.name], {**os.environ, **env}, timeout)
+
+
+def run_forked(words: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
+    """Run ``python words...`` to its end, with this environment; then what is left of its session is killed."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = ForkedProgram(words, env, out, err, tempfile.gettempdir())
         try:
             code = process.wait(timeout)
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         out.seek(0)
         err.seek(0)
-        return subprocess.CompletedProcess(text, code, out.read(), err.read())
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())

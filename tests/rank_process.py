@@ -302,6 +302,11 @@ def program_in_fork(words: list[str], cwd: str, env: dict[str, str], stdout: str
     os.setsid()
     become_forked(env, stdout, stderr)
     os.chdir(cwd)
+    run_program(words)
+
+
+def run_program(words: list[str]) -> None:
+    """Run ``python words...`` in this process, which ends with it."""
     sys.argv[:] = words
     sys.path[:0] = [str(Path(words[0]).parent)]
     try:

@@ -107,6 +107,7 @@ def test_text_ends_with_the_lines_that_fix():
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 
+@pytest.mark.sampled(one_in=3)
 def test_a_launchers_ranks_run_the_self_test():
     report = Report(torchrun(2, "--standalone", "-m", "collectives.doctor"))
     assert report.errors == set(), report.err
@@ -116,17 +117,17 @@ def test_a_launchers_ranks_run_the_self_test():
     assert values["launched"] and values["ranks"] == 2 and values["c10d"]
 
 
-@pytest.fixture(scope="module")
-def hindered():
-    """One run on one core, with variables of a launcher that are left over."""
+@pytest.mark.sampled(one_in=3)
+def test_stray_variables_and_one_core_are_named_and_the_self_test_runs_in_spite_of_them():
+    """The variables are of a launcher, and left over."""
     core = min(os.sched_getaffinity(0))
-    return Report(DOCTOR, preexec=lambda: os.sched_setaffinity(0, {core}), WORLD_SIZE="4", LOCAL_RANK="0")
-
-
-def test_stray_variables_are_named_and_the_self_test_runs_apart_from_them(hindered):
-    assert hindered.errors == {"launcher"}
-    assert "WORLD_SIZE" in hindered.findings["launcher"]["remedy"]
-    assert hindered.status("self_test.host") == "ok"
+    report = Report(DOCTOR, preexec=lambda: os.sched_setaffinity(0, {core}), WORLD_SIZE="4", LOCAL_RANK="0")
+    assert report.errors == {"launcher"}
+    assert "WORLD_SIZE" in report.findings["launcher"]["remedy"]
+    assert report.status("self_test.host") == "ok"
+    assert report.findings["cores"]["values"]["cpus"] == [core]
+    assert report.status("cores.affinity") == "warning"
+    assert "2 ranks share 1 processor" in report.findings["cores.affinity"]["text"]
 
 
 @pytest.mark.thorough
@@ -213,13 +214,7 @@ def test_few_open_files():
     assert report.findings["limits.nofile"]["remedy"].startswith("sudo prlimit --pid $$ --nofile=65536")
 
 
-def test_one_core(hindered):
-    assert hindered.findings["cores"]["values"]["cpus"] == [min(os.sched_getaffinity(0))]
-    assert hindered.status("cores.affinity") == "warning"
-    assert "2 ranks share 1 processor" in hindered.findings["cores.affinity"]["text"]
-    assert hindered.status("self_test.host") == "ok"
-
-
+@pytest.mark.sampled(one_in=3)
 def test_a_reader_that_has_left_is_no_traceback():
     """Of `| head`. What the environment holds may be of any bytes, whatever the terminal shows."""
     env = clean_environment(PYTHONIOENCODING="ascii", XDG_CACHE_HOME="/caf\xe9\udcff")

@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.elastic import forking
 from tests.launching import free_port
+from tests.programs import run_forked
 from tests.project.test_imports import ROOT
 
 PROGRAM = Path(__file__).with_name("training.py")
 SAMPLES, EPOCHS = 96, 2
 SECONDS = 90
+RUN = [sys.executable, "-m", "collectives.run"]
 ONE_IN_3 = pytest.mark.sampled(one_in=3)
 
 
-def command(ranks, limits, *options, program=PROGRAM):
-    words = [sys.executable, "-m", "collectives.run", "-n", str(ranks), "--elastic", limits, *options, str(program)]
-    return words
+def options_of(ranks, limits, *options, program=PROGRAM):
+    return ["-n", str(ranks), "--elastic", limits, *options, str(program)]
 
 
 def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, seconds=SECONDS, **env):
@@ -32,8 +34,7 @@ def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=
         **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
-    words = command(ranks, limits, *options, program=program)
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=seconds)
+    done = run_forked([forking.__file__, *options_of(ranks, limits, *options, program=program)], env, seconds)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 
@@ -120,7 +121,7 @@ def run_two_nodes(folder, faults, *options, program=PROGRAM, **env):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     jobs = [
         subprocess.Popen(
-            command(2, "1:8", *place, "--node-rank", str(node), *options, program=program),
+            [*RUN, *options_of(2, "1:8", *place, "--node-rank", str(node), *options, program=program)],
             env={**env, "COLLECTIVES_HOST_ID": f"node{node}"}, **pipes,
         )  # fmt: skip
         for node in range(2)
@@ -130,7 +131,7 @@ def run_two_nodes(folder, faults, *options, program=PROGRAM, **env):
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 def test_two_nodes(tmp_path):
     """Two launchers; a rank of each dies, and rank 0 is one of them."""
     done, rows = run_two_nodes(tmp_path, [fault(0, "step 5"), fault(2, "step 9")], PAUSE="0.15")

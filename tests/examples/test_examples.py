@@ -132,6 +132,7 @@ def test_custom_sharded_wrapper(tmp_path):
     assert whole / 2 <= result["base_bytes_on_a_rank"] < whole / 2 + 64
 
 
+@pytest.mark.sampled(one_in=2)
 def test_horovod_digits(tmp_path):
     name, both = "horovod_digits.py", {"sgd": True, "adamw": True}
     result = result_of(name, "--epochs", "2", cwd=tmp_path)

@@ -57,6 +57,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(one_in=2)  # six Pythons that import torch
 def test_a_state_that_nothing_used_is_warned_of_once_at_exit():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     begun = {

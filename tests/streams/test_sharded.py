@@ -235,6 +235,7 @@ def hybrid(ctx):
     return train(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+@pytest.mark.sampled(one_in=2)
 def test_hybrid(tmp_path):
     compare(hybrid, tmp_path, ranks=4, same=nearly)  # NCCL sums a part over shards, then over replicas
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 import collectives
@@ -49,6 +50,7 @@ def tried(ctx):
     return [param.detach().cpu() for param in ddp.parameters()]
 
 
+@pytest.mark.sampled(one_in=2)  # tests/gpu has it, too
 def test_auto(tmp_path):
     there = run(tried, 2, tmp_path / "store", device="simulated", fresh=True)
     for one, other in zip(*there, strict=True):
