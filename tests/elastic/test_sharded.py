@@ -70,7 +70,8 @@ def test_ranks_die_one_after_the_other_in_a_recovery(tmp_path):
 @pytest.mark.sampled(one_in=3)
 def test_another_rank_joins(tmp_path):
     """The restarted rank joins at a commit between two versions, and gets its shards from the others."""
-    done, rows = run(tmp_path, 2, [fault(0, "step 9")], EVERY="3", JOIN="2")
+    late = {**fault(0, "init", "wait", 1), "wait": 2.0}  # not in the recovery
+    done, rows = run(tmp_path, 2, [fault(0, "step 9"), late], EVERY="3", JOIN="2")
     check(tmp_path, done, rows, 2, {4, 1})  # 1: not even the first version was whole
     first, alone, both = max((row["starts"] for row in rows), key=len)
     assert first == [2, 0] and alone == [1, both[1] - 1]
