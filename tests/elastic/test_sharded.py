@@ -88,8 +88,8 @@ def test_shards_whose_ranks_have_all_died(tmp_path):
 
 @pytest.mark.sampled(one_in=3)
 def test_the_others_die_before_a_rank_that_joins_has_its_shards(tmp_path):
-    faults = [fault(1, "step 5"), fault(0, "attach 3")]
-    done, rows = run(tmp_path, 2, faults, "--max-restarts", "1", JOIN="2")
+    late = {**fault(1, "init", "wait", 1), "wait": 2.0}  # not in the recovery
+    done, rows = run(tmp_path, 2, [fault(1, "step 5"), late, fault(0, "attach 3")], "--max-restarts", "1", JOIN="2")
     assert done.returncode != 0 and not rows
     assert "MissingShards" in done.stderr and "the shards of rank 0 are on no rank that is left" in done.stderr
 

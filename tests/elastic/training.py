@@ -2,8 +2,8 @@
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
 N", "commit N", "sync N", "init", "group N" before torch's group is opened, or another point's name,
-"how": "kill", "exit", "raise" or, at a commit, "update", "wait": seconds before}. WAY: "plain", "ddp",
-whose gradients go in WIRE, or "hvd". LEAST: as many ranks take part in each epoch's end. Each rank that
+"how": "kill", "exit", "raise", "wait" or, at a commit, "update", "wait": seconds before}. WAY: "plain",
+"ddp", whose gradients go in WIRE, or "hvd". LEAST: as many ranks take part in each epoch's end. Each rank that
 finishes writes a line of JSON to OUT.
 """
 
