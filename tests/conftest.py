@@ -15,7 +15,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 # Folders with files that take a minute: where files run side by side, none of these is left alone at the end.
-LONG = ("sanitize", "examples", "bench", "launch")
+LONG = ("sanitize", "examples", "bench", "launch", "elastic", "streams")
 
 # torch's store looks up the names of all who connect: without a name server that takes 5 to 10 s now and then.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -337,6 +337,7 @@ def many():
     return torch.randn(7 << 20, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("isa", HOST)
 @pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.parametrize("names", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -27,7 +27,7 @@ def test_every_kernel_has_a_source():
     assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
 
 
-@pytest.mark.sampled(one_in=3)  # the compiler takes up to eight seconds for each
+@pytest.mark.sampled(one_in=6)  # the compiler takes up to eight seconds for each
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_registers(source, arch, record_property):
@@ -75,7 +75,7 @@ INEXACT = re.compile(r"^.*\b(?:fma|mad)\.(?:\w+\.)*f(?:32|64)\b.*$|^.*\.(?:ftz|a
 NO_FMA = "#define fma(a, b, c) (a)\n#define fmaf(a, b, c) (a)\n"
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("source", SOURCES)
 def test_arithmetic_is_ieee(source, monkeypatch):
     text = NO_FMA + cuda.source_text(source)

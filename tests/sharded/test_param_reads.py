@@ -102,7 +102,10 @@ def encode(ctx, ways, reshard):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "reshard"), [(2, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("ranks", "reshard"),
+    [(2, True), *(pytest.param(*each, marks=pytest.mark.sampled(one_in=2)) for each in ((2, False), (3, True)))],
+)
 def test_transformer_encoder(ranks, reshard, tmp_path):
     assert torch.backends.mha.get_fastpath_enabled()
     ways = [shard_leaves, shard_layers, by_policy, plain_outer] if ranks == 2 and reshard else [shard_leaves]
@@ -196,6 +199,7 @@ def read(ctx):
     return found
 
 
+@pytest.mark.sampled(one_in=2)
 def test_reads_of_inner_modules(tmp_path):
     for found in run(read, 3, str(tmp_path / "store")):
         assert not {key: value for key, value in found.items() if value}
