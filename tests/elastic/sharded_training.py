@@ -228,6 +228,7 @@ def main() -> None:
         return train_from(state, model, optimizer, scheduler, *data, checkpointer=checkpointer)
 
     sharded_state.Refresh = FaultyRefresh
+    pass_point("start")
     collectives.init()
     pass_point("init")
     try:

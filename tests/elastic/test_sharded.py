@@ -70,7 +70,7 @@ def test_ranks_die_one_after_the_other_in_a_recovery(tmp_path):
 @pytest.mark.sampled(one_in=3)
 def test_another_rank_joins(tmp_path):
     """The restarted rank joins at a commit between two versions, and gets its shards from the others."""
-    late = {**fault(0, "init", "wait", 1), "wait": 2.0}  # not in the recovery
+    late = {**fault(0, "start", "wait", 1), "wait": 2.0}  # not in the recovery
     done, rows = run(tmp_path, 2, [fault(0, "step 9"), late], EVERY="3", JOIN="2")
     check(tmp_path, done, rows, 2, {4, 1})  # 1: not even the first version was whole
     first, alone, both = max((row["starts"] for row in rows), key=len)
@@ -88,7 +88,7 @@ def test_shards_whose_ranks_have_all_died(tmp_path):
 
 @pytest.mark.sampled(one_in=3)
 def test_the_others_die_before_a_rank_that_joins_has_its_shards(tmp_path):
-    late = {**fault(1, "init", "wait", 1), "wait": 2.0}  # not in the recovery
+    late = {**fault(1, "start", "wait", 1), "wait": 2.0}  # not in the recovery
     done, rows = run(tmp_path, 2, [fault(1, "step 5"), late, fault(0, "attach 3")], "--max-restarts", "1", JOIN="2")
     assert done.returncode != 0 and not rows
     assert "MissingShards" in done.stderr and "the shards of rank 0 are on no rank that is left" in done.stderr
