@@ -295,7 +295,8 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<bool(int)>& 
       for (int r : lost) {
         bool revoked = c.segment->rank(r)->state.load() == kRevoked && revoked_too &&
                        !(thoroughly && process_ended(c.pids[r], c.pidfds[r]));
-        if (!revoked && is_missing(r)) return remote_error(c, lost, {r});
+        // A rank that gave up may have found out by itself who has died.
+        if (!revoked && is_missing(r)) return remote_error(c, failed_peers(c, true), {r});
       }
     }
     if (thoroughly && c.segment->rank(peer)->posted.load() > c.rounds && blocked_on() == peer) {
