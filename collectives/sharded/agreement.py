@@ -278,6 +278,8 @@ class Agreement:
         now.
         """
         self._reach(CREATE << KIND_SHIFT | zlib.crc32(described.encode()) << 1, f"shards {described}")
+        if not self.follower.in_pass:  # all ranks are here: a forward without a backward was another module's
+            self.follower.is_unfinished = False
         self.follower.book.clear()
         self._units.add(unit)
 

@@ -115,8 +115,22 @@ def forward_without_backward(ctx):
     return True
 
 
+def another_module_after_it(ctx):
+    """The forward without a backward was that of another module on the same communicator, on one rank only."""
+    comm = ctx.communicator().split(0)
+    before = sharded(comm=comm)
+    before(IDS)
+    before._scheduler.agreement.follower.is_unfinished = ctx.rank == 0
+    model = sharded(comm=comm)
+    if ctx.rank == 0:
+        model.state_dict()
+    model(IDS).sum().backward()
+    return before._scheduler.agreement.follower.is_unfinished
+
+
 def test_a_state_dict_after_a_forward_without_a_backward():
     assert run_ranks(forward_without_backward, 2) == [True, True]
+    assert run_ranks(another_module_after_it, 2) == [False, False]
 
 
 def test_models(tmp_path):
