@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from benchmarks.faults.kills import shorten
 from tests.hosts import apart
 from tests.ranks import RankFailure, run_ranks
 
@@ -94,7 +95,7 @@ def run_trial(seed: int) -> dict:
     try:
         results = run_ranks(take_part, plan["ranks"], plan, timeout=LIMIT)
     except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {str(failure)[:5000]}")
+        row["wrong"].append(f"a rank failed or hung: {shorten(failure)}")
         return row
     row["wrong"] += [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found["wrong"]]
     row["errors"] = [found["error"] for found in results]

@@ -13,6 +13,7 @@ import os
 import random
 import threading
 
+from benchmarks.faults.kills import shorten
 from tests.conformance import cases as conformance
 from tests.conformance.cases import PIECES, Case, run_cases
 from tests.oracle import DTYPES, OPS
@@ -49,7 +50,7 @@ def run_trial(seed: int) -> dict:
     try:
         results = run_ranks(take_part, ranks, seed, timeout=LIMIT)
     except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {str(failure)[:5000]}")
+        row["wrong"].append(f"a rank failed or hung: {shorten(failure)}")
         return row
     row["wrong"] += [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found]
     return row

@@ -157,9 +157,12 @@ class Checkpointer:
             return "older"
 
         found = ranks.run_on_all("look for a checkpoint that is being written", look)
-        if "older" in found and pending is not None:
-            _settle(pending, 0.0)
-        if pending is None or "own" not in found or "older" in found:
+        if "older" in found:
+            if pending is not None:
+                _settle(pending, 0.0)
+            ranks.barrier()  # the next one begins by removing what is not complete
+            return
+        if pending is None:
             return
 
         def wait_until_written() -> None:
