@@ -23,7 +23,7 @@ from .error_store import ErrorStore
 from .gloo_store import PREFIX, GlooStore
 from .topology import find_route, is_loopback
 
-__all__ = ["DATA_TAG", "LATE_TAG", "WATCH_TAG", "GlooConnections", "TransferError", "wait"]
+__all__ = ["DATA_TAG", "LATE_TAG", "WATCH_TAG", "ConnectionWatch", "GlooConnections", "TransferError", "wait"]
 
 _FOREVER = timedelta(days=365)
 DATA_TAG, _ABORT_TAG, LATE_TAG, WATCH_TAG, _END_TAG = range(5)  # Gloo's tags
@@ -95,7 +95,7 @@ class GlooConnections:
         self._broken = False
         self._waits = 0  # that have begun
         self._waits_for: int | None = None  # the peer of the newest one, until it has returned
-        self._lost: dict[int, str | None] = {}  # peers whose connections are watched, and why they are lost
+        self._watched: dict[int, ConnectionWatch] = {}  # by peer
 
     def start_transfer(self, is_send: bool, peer: int, address: int, nbytes: int, tag: int = DATA_TAG) -> list:
         """Start a send or a receive, and return what `wait` takes; nothing for 0 bytes.
@@ -142,9 +142,10 @@ class GlooConnections:
         try:
             while not done.acquire(timeout=_LOOK_S):
                 peer, at = self._waits_for, self._waits
-                lost = None if peer is None else self._watch_connection(peer)
-                if lost is not None and at == before:
-                    raise TransferError(peer, False, lost)
+                if peer is not None and peer not in self._watched:
+                    self._watched[peer] = ConnectionWatch(self, peer, _END_TAG)
+                if peer is not None and at == before and (lost := self._watched[peer].lost) is not None:
+                    raise lost
                 before = at
         except TransferError:
             raise
@@ -154,20 +155,6 @@ class GlooConnections:
             raise
         if outcome:
             raise outcome[0]
-
-    def _watch_connection(self, peer: int) -> str | None:
-        """Return why the connection to a peer is lost, None if it isn't: a receive of its own notices that."""
-        if peer not in self._lost:
-            self._lost[peer] = None
-            byte = torch.empty(1, dtype=torch.uint8)
-            try:
-                started = [(peer, self._gloo.recv([byte], peer, _END_TAG), byte)]
-            except RuntimeError as error:
-                self._lost[peer] = _reason_of(error)
-            else:
-                args = (self._lost, started)
-                threading.Thread(target=_watch_end, args=args, name="collectives-gloo-watch", daemon=True).start()
-        return self._lost[peer]
 
     def abort(self) -> None:
         """Close all connections, from any thread. Waits of this rank and of its peers fail."""
@@ -186,7 +173,7 @@ class GlooConnections:
 
     def close(self) -> None:
         """Free everything. No transfer may be in flight."""
-        if self._lost:
+        if self._watched:
             self.abort()  # ends the receives that watch connections
         if self._jobs is not None:
             self._jobs.put(None)
@@ -198,6 +185,29 @@ class GlooConnections:
         They are neither closed nor waited for.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+
+class ConnectionWatch:
+    """A receive of one byte from a peer, on a thread: it fails where the connection is lost.
+
+    ``lost``: that error; None before, and where the byte has come.
+    """
+
+    def __init__(self, connections: GlooConnections, peer: int, tag: int):
+        self.lost: TransferError | None = None
+        self._byte = torch.empty(1, dtype=torch.uint8)
+        try:
+            self._started = connections.start_transfer(False, peer, self._byte.data_ptr(), 1, tag)
+        except TransferError as error:
+            self.lost = error
+        else:
+            threading.Thread(target=self._wait, name="collectives-gloo-watch", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            wait(self._started, None)
+        except TransferError as error:
+            self.lost = error
 
 
 def wait(started: list, seconds: float | None) -> None:
@@ -213,13 +223,6 @@ def wait(started: list, seconds: float | None) -> None:
         except RuntimeError as error:
             timed_out = until is not None and time.monotonic() >= until - 0.0005
             raise TransferError(peer, timed_out, _reason_of(error)) from None
-
-
-def _watch_end(lost: dict[int, str | None], started: list) -> None:
-    try:
-        wait(started, None)
-    except TransferError as error:
-        lost[error.peer] = str(error)
 
 
 def _reason_of(error: BaseException) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 
 import torch
 
 from ...errors import RemoteError
 from .error_store import ErrorStore
-from .gloo import WATCH_TAG, GlooConnections, TransferError, wait
+from .gloo import WATCH_TAG, ConnectionWatch, GlooConnections, TransferError, wait
 
 __all__ = ["ParentWatch"]
 
@@ -28,28 +27,15 @@ class ParentWatch:
     def __init__(self, connections: GlooConnections, ranks: Sequence[int], rank: int):
         self._connections = connections
         self._next, self._before = (rank + 1) % len(ranks), ranks[rank - 1]
-        self._lost: TransferError | None = None
-        self._byte = torch.zeros(1, dtype=torch.uint8)
+        self._watch = ConnectionWatch(connections, ranks[self._next], WATCH_TAG)
         self._sent = torch.ones(1, dtype=torch.uint8)
-        self._started: list = []
-        try:
-            self._started = connections.start_transfer(False, ranks[self._next], self._byte.data_ptr(), 1, WATCH_TAG)
-        except TransferError as error:
-            self._lost = error
-        threading.Thread(target=self._wait, name="collectives-parent-watch", daemon=True).start()
-
-    def _wait(self) -> None:
-        try:
-            wait(self._started, None)
-        except TransferError as error:
-            self._lost = error
 
     def check(self, store: ErrorStore) -> None:
         """Raise the cause, or `RemoteError` with the child's number, where the next rank's connection is lost.
 
         ``store``: of the child, where a rank that gives up posts why.
         """
-        lost = self._lost
+        lost = self._watch.lost
         if lost is None:
             return
         error = store.fetch_error()
