@@ -38,7 +38,8 @@ const char* op_name(int op) {
 }
 
 std::string type_text(int type, const char* label) {
-  return label && *label ? std::string(label) + " (sent as " + type_name(type) + ")" : type_name(type);
+  if (!label || !*label || !strcmp(label, type_name(type))) return type_name(type);
+  return std::string(label) + " (sent as " + type_name(type) + ")";
 }
 
 uint64_t scalar_bits(const void* scalar, ncclDataType_t type) {

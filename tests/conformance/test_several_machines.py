@@ -303,7 +303,7 @@ def test_errors():
     *results, died = run_ranks(failing, 4, deaths=[3], fresh=True, timeout=90)
     assert isinstance(died, Died)
     for rank, told in enumerate(results):
-        unlike = "rank 2: all_reduce float32 count=5000", "rank 3: ncclAllReduce count=4", ": broadcast float32 count"
+        unlike = "rank 2: all_reduce float32 count=5000", "rank 3: all_reduce count=4", ": broadcast float32 count"
         for (kind, op, _, text), expected in zip(told[:3], unlike, strict=True):
             assert kind == "Mismatch" and op in ("all_reduce", "broadcast") and f"[rank {rank}]" in text
             assert expected in text or expected.replace("rank 2", "rank 3") in text, text
@@ -312,6 +312,32 @@ def test_errors():
             assert (kind, op, peers) == ("CollectiveTimeout", "all_reduce", (1,)), text
         kind, op, peers, text = told[-1]
         assert (kind, op) == ("RemoteError", "all_reduce") and peers == (3,) and "rank 3" in text, text
+
+
+def unlike_in_a_node(ctx, machines, ours, theirs):
+    """The last rank makes another call, which is made of the same calls inside of its node."""
+    x = torch.ones(20_000)
+    with joined(ctx, machines) as comm:
+        with pytest.raises(errors.Mismatch) as caught:
+            call = theirs if ctx.rank == ctx.size - 1 else ours
+            getattr(comm, call[0])(x.to(call[1]), *call[2:])
+        comm.abort()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "text"),
+    [
+        (("all_reduce", torch.float32, "sum"), ("all_reduce", torch.float32, "avg"), "rank 2: all_reduce avg count="),
+        (("reduce", torch.float32, 0), ("reduce", torch.float32, 1), "rank 2: reduce root=1 count=20000 dtype=float32"),
+        (("broadcast", torch.float32, 0), ("broadcast", torch.int32, 0), "count=80000 dtype=int32 (sent as uint8)"),
+        (("all_reduce", torch.float16), ("all_reduce", torch.bfloat16), "dtype=bfloat16 (sent as float32)"),
+    ],
+)  # fmt: skip
+def test_unlike_calls_of_a_rank_that_is_no_leader(ours, theirs, text):
+    """Only the first ranks of a node compare their calls with the other nodes'."""
+    for told in run_ranks(unlike_in_a_node, 3, "aba", ours, theirs):
+        assert text in told, told
 
 
 def two_levels(ctx):

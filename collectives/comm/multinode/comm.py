@@ -133,13 +133,10 @@ class MultiNodeComm:
     def run(self, call: Call) -> None:
         """Run a call whose turn it is."""
         self.check_usable(call.op)
-        collectives = self.collectives
         self._running = call
         call.record_start()
         try:
-            collectives.begin_call(self._timeout)
-            if call.label != (None, None):
-                collectives.library.label(*call.label)
+            self.collectives.begin_call(self._timeout, call.label)
             call.body()
         except Exception as error:
             found = self._fail(error, call.label[0] or call.op)

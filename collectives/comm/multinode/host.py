@@ -2,7 +2,8 @@
 
 Inside of nodes our engine runs them, between nodes schedules over Gloo. Types narrower than fp32
 are summed as fp32 on both levels and rounded once, at the end. The leaders compare each call by the
-heads of its first messages.
+heads of its first messages; inside of a node the engine compares the calls that it is made of, with
+a label that says what those don't.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import ctypes
 from collections.abc import Callable
 
 from ..._nccl import DTYPES, OPS
-from ...arrays import ITEMSIZE
+from ...arrays import ITEMSIZE, dtype_name
 from ..algorithms.plan import sums_in_fp32
+from ..fingerprint import KINDS
 from .gloo import GlooConnections
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .inter_node import ScheduledInterNode
@@ -46,6 +48,7 @@ class HostCollectives:
         self._topology = topology
         self.sequence = 0  # collectives that were begun
         self._timeout: float | None = None
+        self._label: tuple[str | None, str | None] = (None, None)
         self._scratch = Scratch()
         self._everyone = MessageTransport(connections, range(len(topology.locations)), topology.rank)
         self._leaders = None
@@ -59,9 +62,14 @@ class HostCollectives:
             before_inter_node=self._extend_intra_node_timeout,
         )  # fmt: skip
 
-    def begin_call(self, timeout: float | None) -> None:
-        """Begin a call. ``timeout``: limit of each wait in seconds, None for no limit."""
+    def begin_call(self, timeout: float | None, label: tuple[str | None, str | None]) -> None:
+        """Begin a call.
+
+        ``timeout``: limit of each wait in seconds, None for no limit; ``label``: of the program, see
+        `_nccl.Library.label`.
+        """
         self._timeout = timeout
+        self._label = label
         self.intra_node.set_timeout(timeout)
         # Above the engine's limit: the engine knows more about a cause.
         self._everyone.timeout = None if timeout is None else timeout + _INTER_NODE_EXTRA_S
@@ -74,13 +82,17 @@ class HostCollectives:
     def _run(self, fingerprint, call: Callable, *args):
         """Run a collective, with a comparison of the ranks' calls."""
         self.sequence += 1
-        if self._leaders is None:
-            return call(*args)
-        self._leaders.timeout = self._everyone.timeout
-        self._leaders.begin_call((self.sequence, *fingerprint))
-        result = call(*args)
-        self._leaders.end_call()
-        return result
+        self.library.label(*_make_label(fingerprint, self._label))  # of the first call inside of the node
+        try:
+            if self._leaders is None:
+                return call(*args)
+            self._leaders.timeout = self._everyone.timeout
+            self._leaders.begin_call((self.sequence, *fingerprint))
+            result = call(*args)
+            self._leaders.end_call()
+            return result
+        finally:
+            self.library.label()
 
     # ---- Collectives.
 
@@ -127,6 +139,8 @@ class HostCollectives:
 
     def send_and_receive(self, ops: list[P2POp]) -> None:
         """Run sends and receives between any two ranks; see `p2p.send_and_receive`."""
+        if self._label != (None, None):
+            self.library.label(*self._label)
         send_and_receive(ops, self.intra_node, self._everyone, self._topology)
 
     # ---- Sources and results of reductions.
@@ -162,6 +176,16 @@ class HostCollectives:
     def _align(self, name: str, address: int, nbytes: int, width: int) -> int:
         """Return an address that the kernels can use: the caller's, or scratch."""
         return self._scratch.get(name, nbytes).data_ptr() if address % width else address
+
+
+def _make_label(fingerprint, label: tuple[str | None, str | None]) -> tuple[str, str]:
+    """Return the label of a call's first call inside of the node: the name, root and dtype, since
+    that may be another operation, of bytes, or with another root. ``label``: the program's.
+    """
+    kind, dtype, _, op, root, _ = fingerprint
+    average = " avg" if op == _AVG else ""  # summed inside of the node
+    where = f" root={root}" if root >= 0 else ""
+    return f"{label[0] or KINDS[kind]}{average}{where}", label[1] or dtype_name(dtype)
 
 
 def _copy(source: int, out: int, nbytes: int) -> None:

@@ -136,18 +136,24 @@ class MessageTransport:
     # ---- The exchange.
 
     def _exchange(self, sends, receives, meanwhile, verify) -> None:
-        heads, payloads, places = [], [], []
+        # Gloo ends the process where more comes than what a receive has room for. So receives from a rank
+        # begin, but for heads and what comes with them, when its call is known to be the same.
+        heads, payloads, places, late = [], [], [], []
+        compared = {message.rank for message in receives if message.head is not None}
         start = self._connections.start_transfer
         memory = self._scratch.get("slots", _ROOM * (len(sends) + len(receives)))
         slot = memory.data_ptr()
         for message in receives:
             rank, address, nbytes, head = message
             if head is not None:
-                # Where calls differ, what comes may be longer than what is expected: there is room.
                 ctypes.memset(slot, 0, _HEAD_BYTES)
                 heads += start(False, rank, slot, _ROOM)
                 places.append((slot, message))
                 slot += _ROOM
+                if nbytes > EAGER_BYTES:
+                    late.append((rank, address, nbytes, LATE_TAG))
+            elif rank in compared:
+                late.append((rank, address, nbytes, DATA_TAG))
             else:
                 payloads += start(False, rank, address, nbytes)
         for rank, address, nbytes, head in sends:
@@ -168,10 +174,7 @@ class MessageTransport:
             wait = self._connections.wait
             wait(heads, self.timeout)
             verify(self._rank, [(message, _read_head(slot)) for slot, message in places])
-            # Gloo ends the process where more comes than what a receive has room for, so those of long
-            # messages begin here.
-            long = [message for _, message in places if message.nbytes > EAGER_BYTES]
-            started = [each for rank, at, nbytes, _ in long for each in start(False, rank, at, nbytes, LATE_TAG)]
+            started = [each for message in late for each in start(False, *message)]
             for slot, (_, address, nbytes, _) in places:
                 if nbytes <= EAGER_BYTES:
                     ctypes.memmove(address, slot + _HEAD_BYTES, nbytes)
