@@ -212,7 +212,7 @@ void Collective::describe_mismatch() {
   std::vector<int> others;
   bool same_step = true;
   for (int r = 0; r < c.size; ++r) same_step = same_step && c.segment->rank(r)->call[parity].step == own.step;
-  if (!same_step) table += " they are in different steps, since an optimizer's step was left out, or made, by some of them only:";
+  if (!same_step) table += " they are in different steps, since some of them left one out, or made one more:";
   for (int r = 0; r < c.size; ++r) {
     const CallRecord& call = c.segment->rank(r)->call[parity];
     bool differs = memcmp(&call, &own, sizeof call) != 0;

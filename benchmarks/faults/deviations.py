@@ -122,13 +122,13 @@ def check_errors(plan: dict, results: list[dict]) -> list[str]:
 def excused(plan: dict, at: int, steps: list[Step], found: dict) -> bool:
     """Return whether a rank need not notice: sends and receives concern neighbours alone, a rank whose
     calls come to an end before the others' has nothing more to wait for, nor has one of several
-    nodes that has what the root sent, in its last call.
+    nodes that has what the roots sent, in its last calls.
     """
     usual, other = plan["usual"], plan["other"]
     calls = {each[at].op for each in (usual, other) if at < len(each)}
     if "ring" in calls or at >= min(len(usual), len(other)):
         return True
-    return bool(plan["machines"]) and at == len(steps) - 1 and steps[at].op == "broadcast" and found["last_right"]
+    return bool(plan["machines"]) and {step.op for step in steps[at:]} == {"broadcast"} and found["right"]
 
 
 # ---- On each rank.
@@ -151,7 +151,7 @@ def take_part(ctx, plan: dict) -> dict:
 def run_program(ctx, plan: dict, comm) -> dict:
     from collectives.errors import CollectivesError, Mismatch
 
-    wrong, error, done, text, right = [], None, 0, "", False
+    wrong, error, done, text, right = [], None, 0, "", True
     for step in plan["other" if ctx.rank == plan["deviant"] else "usual"]:
         call = Call(step, done, comm)
         try:
@@ -162,7 +162,7 @@ def run_program(ctx, plan: dict, comm) -> dict:
             if not call.is_unchanged() and step.op != "ring" and not plan["machines"]:
                 wrong.append(f"call {done} ({step}) failed, and has changed its receive buffer: {text}")
             break
-        right = call.is_right()
+        right = right and call.is_right()
         if not right and (first_difference(plan) is None or done < first_difference(plan)):
             wrong.append(f"call {done} ({step}) has a wrong result")
         done += 1
@@ -172,7 +172,7 @@ def run_program(ctx, plan: dict, comm) -> dict:
         wrong += go_on(comm)
     ctx.barrier()
     comm.abort()
-    return {"wrong": wrong, "error": kinds[ctx.rank], "done": done, "text": text, "last_right": right}
+    return {"wrong": wrong, "error": kinds[ctx.rank], "done": done, "text": text, "right": right}
 
 
 def go_on(comm) -> list[str]:

@@ -314,6 +314,26 @@ def test_errors():
         assert (kind, op) == ("RemoteError", "all_reduce") and peers == (3,) and "rank 3" in text, text
 
 
+def late_at_a_barrier(ctx, machines):
+    """Return when this rank entered and left a barrier; the last one comes late."""
+    with joined(ctx, machines) as comm:
+        comm.barrier()
+        ctx.barrier()
+        if ctx.rank == ctx.size - 1:
+            time.sleep(0.3)
+        entered = time.monotonic()
+        comm.barrier()
+        left = time.monotonic()
+        comm.close()
+        return entered, left
+
+
+@pytest.mark.parametrize("machines", ["aab", EVEN, MIXED])
+def test_a_barrier_waits_for_the_other_nodes(machines):
+    found = run_ranks(late_at_a_barrier, len(machines), machines)
+    assert min(left for _, left in found) >= found[-1][0], found
+
+
 def unlike_in_a_node(ctx, machines, ours, theirs):
     """The last rank makes another call, which is made of the same calls inside of its node."""
     x = torch.ones(20_000)

@@ -56,7 +56,7 @@ class HostCollectives:
         if topology.is_leader:
             peers = [ranks[topology.local_rank] for ranks in topology.nodes]
             self._leaders = MessageTransport(connections, peers, topology.rank)
-            inter_node = ScheduledInterNode(self._leaders, topology)
+            inter_node = ScheduledInterNode(self._leaders, topology, self._leaders.end_call)
         self._levels = HierarchicalCollectives(
             intra_node, inter_node, topology, self._scratch, replicated_bytes=EAGER_BYTES,
             before_inter_node=self._extend_intra_node_timeout,
@@ -83,6 +83,7 @@ class HostCollectives:
         """Run a collective, with a comparison of the ranks' calls."""
         self.sequence += 1
         self.library.label(*_make_label(fingerprint, self._label))  # of the first call inside of the node
+        self.intra_node.set_step(self.sequence)  # to some calls no call inside of this node belongs
         try:
             if self._leaders is None:
                 return call(*args)

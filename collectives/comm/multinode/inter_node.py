@@ -6,7 +6,7 @@ direct and the one-shot algorithm, so that sums are in node order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch
@@ -27,12 +27,14 @@ _WHOLE = 1 << 62  # bytes of a chunk: each message is a whole shard
 class ScheduledInterNode:
     """The collectives of this leader with those of the other nodes, on host memory.
 
-    ``transport``: its peers are the nodes, in order. One call at a time; each blocks until its
-    result is there.
+    ``transport``: its peers are the nodes, in order; ``end_call``: a function to call after the
+    messages of a call: a barrier has none, and waits for the other nodes there. One call at a time;
+    each blocks until its result is there.
     """
 
-    def __init__(self, transport, topology: Topology):
+    def __init__(self, transport, topology: Topology, end_call: Callable[[], None] = lambda: None):
         self._transport = transport
+        self._end_call = end_call
         self._num_ranks = len(topology.locations)
         self._num_nodes = len(topology.nodes)
         self._plans = PlanCache(topology.node, self._num_nodes, torch.device("cpu"), _WHOLE)
@@ -87,3 +89,4 @@ class ScheduledInterNode:
 
     def _run(self, key: CallKey, send: int, recv: int) -> None:
         self._plans.get(key).run(self._transport, send, recv, None)
+        self._end_call()
