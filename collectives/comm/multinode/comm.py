@@ -352,7 +352,7 @@ def _open_child(comm: MultiNodeComm, op: str, ranks: list[int], uid: str):
     watch = None
     if op == "split":
         watch = ParentWatch(comm._connections, ranks, rank) if len(ranks) > 1 else None
-        store = ErrorStore(store, host, rank, parent=comm._store, watch=watch and watch.check)
+        store = ErrorStore(store, host, rank, parent=comm._store, parent_ranks=ranks, watch=watch and watch.check)
     else:  # the parent has failed
         store = ErrorStore(store, host, rank)
     try:
@@ -367,6 +367,8 @@ def _open_child(comm: MultiNodeComm, op: str, ranks: list[int], uid: str):
             found = error.posted
         elif isinstance(error, CollectivesError):
             found = renumber_error(error, ranks, op=op, rank=comm.rank)
+            if isinstance(error, CollectiveTimeout) and store.waits_in_parent(error.peers):
+                found = _follow_timeout(comm._store, found)
         else:  # Ctrl-C
             found = Aborted("the call was interrupted", op=op, rank=comm.rank)
         if op == "split":  # others may have opened their part, and be at their next call on this communicator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ..waiting import RankWait, call_with_timeout, first_line, raise_ended
 __all__ = ["ErrorStore", "ParentFailed", "StoreGone"]
 
 _FETCH_S = 1.0  # how long a rank that only knows of a lost connection waits for the cause from another rank
-_FOLLOW_S = 1.5  # by which the ranks of a chain of waits run out of time one after the other
+_FOLLOW_S = 2.0  # by which the ranks of a chain of waits run out of time one after the other
 _POLL_S = 0.002
 _ANSWER_S = 1.5  # in which a store that lives answers, as a rule
 _OPENING_ANSWER_S = 30.0  # while ranks connect, where it may answer late: torch's pauses for 5 or 10 s now and then
@@ -58,18 +58,18 @@ class ErrorStore:
 
     ``host``: name or address of the store as this rank reaches it, "" where that isn't known;
     ``processes``: the ranks' processes, as `liveness.this_process` names them; ``parent``: the store of
-    the communicator that is split, while this one opens.
+    the communicator that is split, while this one opens, with ``parent_ranks``, the ranks' numbers in it.
     """
 
     def __init__(
         self, store: dist.Store, host: str, rank: int, processes: Sequence[str] = (), parent: ErrorStore | None = None,
-        watch: Callable[[ErrorStore], None] | None = None,
+        parent_ranks: Sequence[int] = (), watch: Callable[[ErrorStore], None] | None = None,
     ):  # fmt: skip
         self.store = store
         self.processes = processes
         self.host = host
         self.rank = rank
-        self.parent, self._watch = parent, watch
+        self.parent, self._parent_ranks, self._watch = parent, parent_ranks, watch
         self._checked_at = 0.0
         self._unreachable = False  # the process that served it has ended: torch prints a stack for each further try
 
@@ -78,7 +78,8 @@ class ErrorStore:
 
         ``processes``: those of its ranks.
         """
-        return ErrorStore(dist.PrefixStore(prefix, self.store), self.host, rank, processes, self.parent, self._watch)
+        store = dist.PrefixStore(prefix, self.store)
+        return ErrorStore(store, self.host, rank, processes, self.parent, self._parent_ranks, self._watch)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
@@ -211,8 +212,9 @@ class ErrorStore:
         """Return the ranks at the end of the chain of waits that begins with this rank's for ``peers``.
 
         Ranks that wait in a chain run out of time together. Each posts its ``peers``, and follows the
-        others' for at most 1.5 s, or until the cause of a failure is posted. Returns ``peers`` where
-        the chain is a circle, or the store can't be reached.
+        others' for at most 2 s, or until the cause of a failure is posted, or one of them waits in an
+        operation of the parent. Returns ``peers`` where the chain is a circle, or the store can't be
+        reached.
         """
         if self._unreachable:
             return list(peers)
@@ -226,6 +228,8 @@ class ErrorStore:
         def follow():
             until = time.monotonic() + _FOLLOW_S
             while not ends <= seen and time.monotonic() < until and not self.store.check(["failed"]):
+                if self._waits_in_parent(ends - seen):
+                    return
                 for peer in sorted(ends - seen):
                     key = f"waits/{peer}"
                     if self.store.check([key]):
@@ -243,6 +247,17 @@ class ErrorStore:
         except RuntimeError:
             self._unreachable = True
         return sorted(ends - seen) or list(peers)
+
+    def waits_in_parent(self, ranks: Iterable[int]) -> bool:
+        """Return whether any of some ranks has not come since it waits in an operation of the parent."""
+        try:
+            return self._call(lambda: self._waits_in_parent(ranks))
+        except (RuntimeError, TransportError):
+            return False
+
+    def _waits_in_parent(self, ranks: Iterable[int]) -> bool:
+        parent = self.parent
+        return parent is not None and any(parent.store.check([f"waits/{self._parent_ranks[each]}"]) for each in ranks)
 
     def _call(self, function: Callable[[], T], seconds: float = _ANSWER_S) -> T:
         """Call the store, in a thread: a server that is stopped answers nothing, and torch waits for it

@@ -28,6 +28,7 @@ __all__ = ["DATA_TAG", "LATE_TAG", "WATCH_TAG", "ConnectionWatch", "GlooConnecti
 _FOREVER = timedelta(days=365)
 DATA_TAG, _ABORT_TAG, LATE_TAG, WATCH_TAG, _END_TAG = range(5)  # Gloo's tags
 _LOOK_S = 0.5  # between looks whether the connection that is waited for is still there
+_OWN_END_S = 0.2  # for a wait to return that ran out of time itself, by which Gloo closes the connection
 
 
 class TransferError(Exception):
@@ -53,6 +54,7 @@ class GlooConnections:
 
     def __init__(self, error_store: ErrorStore, rank: int, size: int, seconds: float):
         self._rank = rank
+        self._others = [peer for peer in range(size) if peer != rank]
         self.awaited_peers: tuple[int, ...] = ()  # the peers of the transfers that `wait` waits for now
         deadline = time.monotonic() + seconds
         options = dist.ProcessGroupGloo._Options()
@@ -65,8 +67,11 @@ class GlooConnections:
             return CollectiveTimeout(
                 f"the ranks' machines were not connected within {seconds:g} s: is a firewall between them, or does "
                 "GLOO_SOCKET_IFNAME have to name the network interface?",
-                op="init", rank=rank,
+                op="init", rank=rank, peers=find_missing() or self._others,
             )  # fmt: skip
+
+        def find_missing() -> list[int]:
+            return error_store.find_missing([f"{PREFIX}{peer}" for peer in range(size)])
 
         try:
             self._gloo = call_with_timeout(
@@ -78,7 +83,7 @@ class GlooConnections:
         except RuntimeError as error:
             if isinstance(store.error, CollectivesError):
                 raise store.error from error
-            missing = error_store.find_missing([f"{PREFIX}{peer}" for peer in range(size)])
+            missing = find_missing()
             if 0 < len(missing) < size:
                 raise CollectiveTimeout(
                     f"{format_ranks(missing)} of {size} did not come within {seconds:g} s to connect the machines",
@@ -90,7 +95,6 @@ class GlooConnections:
                 "interface to use; the machines must reach each other on any TCP port",
                 op="init", rank=rank, peers=() if refused is None else (refused,),
             ) from error  # fmt: skip
-        self._others = [peer for peer in range(size) if peer != rank]
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
         self._waits = 0  # that have begun
@@ -145,6 +149,8 @@ class GlooConnections:
                 if peer is not None and peer not in self._watched:
                     self._watched[peer] = ConnectionWatch(self, peer, _END_TAG)
                 if peer is not None and at == before and (lost := self._watched[peer].lost) is not None:
+                    if done.acquire(timeout=_OWN_END_S):
+                        break
                     raise lost
                 before = at
         except TransferError:
