@@ -227,15 +227,16 @@ Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::
     memcpy(copy.peers, record.peers, sizeof copy.peers);
     memcpy(copy.text, record.text, sizeof copy.text);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    bool known = newest == number && version % 2 == 0 && version == record.version.load();
+    bool known = version % 2 == 0 && version == record.version.load();
     const char* what = kind == kSplit ? "split" : "shrink";
     Error error = make_error(collHostErrorRemote, format("rank %d has given up this %s", r, what));
     error.peers = {r};
-    if (!known) return error;  // that rank has made further ones since
+    if (!known) return error;  // it is written just now
     copy.text[sizeof copy.text - 1] = 0;
-    // What it has found out about the ranks holds for this one, too. An error of its own is its end.
-    bool shared = copy.kind == collHostErrorRemote || copy.kind == collHostErrorTimeout || copy.kind == collHostErrorMismatch ||
-                  copy.kind == collHostErrorUsage;
+    // What it has found out about the ranks holds for this one, too, also in a later call, for which this
+    // rank is late. An error of its own is its end.
+    bool shared = copy.kind == collHostErrorRemote || copy.kind == collHostErrorTimeout ||
+                  (newest == number && (copy.kind == collHostErrorMismatch || copy.kind == collHostErrorUsage));
     std::vector<int> about;
     for (int peer = 0; peer < comm.size; ++peer)
       if (copy.peers[peer / 8] >> (peer % 8) & 1) about.push_back(peer);
@@ -243,7 +244,7 @@ Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::
     if (shared && !about.empty() && !accused) {
       error = make_error(static_cast<collHostErrorKind_t>(copy.kind), copy.text);
       error.peers = about;
-    } else {
+    } else if (newest == number) {
       error.text += std::string(": ") + copy.text;
     }
     return error;

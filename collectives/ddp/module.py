@@ -122,7 +122,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                     f"the state's communicator is rank {state.comm.rank} of {state.comm.size}, this module's process "
                     f"group rank {group.rank()} of {group.size()}"
                 )
-        elif state.process_group is None:
+        elif state.process_group is None or state.lost_group():
             state.process_group = group
+            state.group_is_modules = True
         elif state.process_group is not group:
             raise InvalidArgument("the state names another process group than this module's: use a state of its own")

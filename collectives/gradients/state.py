@@ -12,6 +12,7 @@ from ..compression import Bucket, NoCompression
 from ..errors import InvalidArgument, InvalidUsage
 from ..parameter_names import ParameterNames
 from ..rendezvous.process_groups import get_default_group
+from ..torch_compat import open_process_groups
 from .compilation import compile_gradient_kernels
 from .compiled import register_state
 from .ddp_reducer import DDPReducer
@@ -125,6 +126,7 @@ class HookState:
         self.registered = False  # `register` was called
         self._number = register_state(self)
         self._group = None
+        self.group_is_modules = False  # a DistributedDataParallel of ours has named it
         self.pickled_size = None  # the ranks of a state that was unpickled
         self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
@@ -201,7 +203,12 @@ class HookState:
         if self.comm is not None:
             raise InvalidArgument("this state has a communicator, which says which ranks average")
         self._group = group
+        self.group_is_modules = False
         self.pickled_size = None
+
+    def lost_group(self) -> bool:
+        """Return whether the group was named by a module and has been destroyed since, as in elastic jobs."""
+        return self.group_is_modules and self._group not in open_process_groups()
 
     def get_process_group(self):
         """Return the process group to open a communicator over.

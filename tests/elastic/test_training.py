@@ -54,7 +54,7 @@ def fault(rank, at, how="kill", life=0):
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param("plain", marks=ONE_IN_3), pytest.param("ddp", marks=ONE_IN_3), pytest.param("hvd", marks=ONE_IN_3)],
+    [pytest.param(way, marks=ONE_IN_3) for way in ("plain", "ddp", "own_ddp", "hvd")],
 )
 def test_a_rank_dies_and_another_one_joins(tmp_path, way):
     done, rows = run_job(tmp_path, 3, [fault(0, "step 9")], way=way, LEAST="3")

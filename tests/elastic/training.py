@@ -3,8 +3,8 @@
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
 N", "commit N", "sync N", "init", "group N" before torch's group is opened, or another point's name,
 "how": "kill", "exit", "raise", "wait" or, at a commit, "update", "wait": seconds before}. WAY: "plain",
-"ddp", whose gradients go in WIRE, or "hvd". LEAST: as many ranks take part in each epoch's end. Each rank that
-finishes writes a line of JSON to OUT.
+"ddp" or "own_ddp", torch's class or ours, whose gradients go in WIRE, or "hvd". LEAST: as many ranks
+take part in each epoch's end. Each rank that finishes writes a line of JSON to OUT.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def make_job(way=WAY):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
     data = torch.randn(SAMPLES, 4, dtype=torch.float64)
-    if way == "ddp":
+    if way.endswith("ddp"):
         model, data = model.float(), data.float()
     return model, torch.optim.Adam(model.parameters(), lr=0.02), data, data.sin().sum(1, keepdim=True)
 
@@ -147,7 +147,7 @@ def run_ddp():
 
     @elastic.run(process_group="gloo")
     def train(state):
-        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp = (collectives if WAY == "own_ddp" else torch.nn.parallel).DistributedDataParallel(model)
         ddp.register_comm_hook(hook_state, collectives.fused_allreduce)
         return train_with(
             state, ddp, optimizer, data, target, lambda x: elastic.communicator().all_reduce(x), lambda: None
@@ -191,7 +191,7 @@ def run_hvd():
 
 
 if __name__ == "__main__":
-    loss, state = {"plain": run_plain, "ddp": run_ddp, "hvd": run_hvd}[WAY]()
+    loss, state = {"plain": run_plain, "ddp": run_ddp, "own_ddp": run_ddp, "hvd": run_hvd}[WAY]()
     comm = elastic.communicator()
     row = {"rank": comm.rank, "size": comm.size, "loss": loss, "epoch": state.epoch, "history": state.history.tolist()}
     with open(f"{os.environ['OUT']}.{os.getpid()}", "w") as file:
