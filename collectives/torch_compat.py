@@ -33,6 +33,7 @@ __all__ = [
     "flatten_dense_tensors",
     "fsdp_collectives",
     "fsdp_state_class",
+    "group_backends",
     "group_timeout_setter",
     "is_traceable_wrapper_subclass",
     "open_process_groups",
@@ -128,6 +129,12 @@ def open_process_groups():
 def c10d_backend():
     """Return the C++ class of which the backends of process groups are."""
     return torch._C._distributed_c10d.Backend
+
+
+def group_backends(group) -> list:
+    """Return the backends of a process group, one for each type of device."""
+    found = [group._get_backend(device) for device in group._device_types]
+    return [getattr(backend, "wrapped_pg", backend) for backend in found]  # wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
 def group_timeout_setter():

@@ -222,8 +222,9 @@ void Collective::describe_mismatch() {
     table += format("\n  rank %d: %s count=%llu dtype=%s", r, name, static_cast<unsigned long long>(call.count),
                     type_text(call.datatype, call.type_label).c_str());
     if (call.wire >= 0) table += format(" sent as %s", type_name(call.wire));
-    if (call.op >= 0) table += format(" op=%s", op_name(call.op));
-    if (call.root >= 0) table += format(" root=%d", call.root);
+    bool labelled = strchr(call.op_label, ' ');  // with the op and root of which this call is a part
+    if (call.op >= 0 && !labelled) table += format(" op=%s", op_name(call.op));
+    if (call.root >= 0 && !labelled) table += format(" root=%d", call.root);
     if (!same_step) table += format(" step=%llu", static_cast<unsigned long long>(call.step));
     if (r == c.rank) table += "  (this rank)";
   }

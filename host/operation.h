@@ -17,7 +17,7 @@ const char* kind_name(CollKind kind);  // "ncclAllReduce"
 size_t type_size(ncclDataType_t type);
 const char* type_name(int type);
 const char* op_name(int op);
-// "float32", or "int16 as bytes" for a labelled type.
+// "float32", or "int16 (sent as uint8)" for a labelled type.
 std::string type_text(int type, const char* label);
 
 // A reduction as the caller named it; pre-mul-sum carries its scalar, in the bits of the

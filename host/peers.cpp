@@ -215,28 +215,29 @@ void publish_child_failure(ncclComm& comm, ChildKind kind, uint64_t number, cons
   comm.wake_sleepers();
 }
 
-Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members) {
+static Error child_failure_of(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members, bool later) {
   for (int r : members) {
     if (r == comm.rank) continue;
     const ChildFailure& record = comm.segment->rank(r)->child_failure[kind];
     uint64_t newest = record.number.load();
-    if (newest < number) continue;
+    if (newest < number || (newest > number) != later) continue;
     uint32_t version = record.version.load();
     ChildFailure copy;
     copy.kind = record.kind;
     memcpy(copy.peers, record.peers, sizeof copy.peers);
     memcpy(copy.text, record.text, sizeof copy.text);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    bool known = version % 2 == 0 && version == record.version.load();
+    bool torn = version % 2 || version != record.version.load() || newest != record.number.load();
+    if (torn) continue;  // it is written just now, and is there at the next look
     const char* what = kind == kSplit ? "split" : "shrink";
-    Error error = make_error(collHostErrorRemote, format("rank %d has given up this %s", r, what));
+    const char* text = later ? "rank %d has given up a later %s" : "rank %d has given up this %s";
+    Error error = make_error(collHostErrorRemote, format(text, r, what));
     error.peers = {r};
-    if (!known) return error;  // it is written just now
     copy.text[sizeof copy.text - 1] = 0;
     // What it has found out about the ranks holds for this one, too, also in a later call, for which this
     // rank is late. An error of its own is its end.
     bool shared = copy.kind == collHostErrorRemote || copy.kind == collHostErrorTimeout ||
-                  (newest == number && (copy.kind == collHostErrorMismatch || copy.kind == collHostErrorUsage));
+                  (!later && (copy.kind == collHostErrorMismatch || copy.kind == collHostErrorUsage));
     std::vector<int> about;
     for (int peer = 0; peer < comm.size; ++peer)
       if (copy.peers[peer / 8] >> (peer % 8) & 1) about.push_back(peer);
@@ -244,12 +245,17 @@ Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::
     if (shared && !about.empty() && !accused) {
       error = make_error(static_cast<collHostErrorKind_t>(copy.kind), copy.text);
       error.peers = about;
-    } else if (newest == number) {
+    } else if (!later) {
       error.text += std::string(": ") + copy.text;
     }
     return error;
   }
   return Error();
+}
+
+Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members) {
+  Error error = child_failure_of(comm, kind, number, members, false);
+  return error ? error : child_failure_of(comm, kind, number, members, true);
 }
 
 }  // namespace coll

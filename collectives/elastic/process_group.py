@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
+from ..comm.multinode.gloo import close_connections
 from ..comm.waiting import call_with_timeout, format_ranks
 from ..errors import CollectiveTimeout, InvalidUsage
 from ..rendezvous import world
-from ..torch_compat import reset_group_names
+from ..torch_compat import group_backends, reset_group_names
 from .membership import LAUNCHERS, Membership
 
 __all__ = ["ProcessGroup"]
@@ -29,6 +30,19 @@ class ProcessGroup:
         self.backend = backend
         self._membership: Membership | None = None
         self._tries = 0  # with these ranks
+
+    def abort(self) -> None:
+        """Close the group's connections: another rank may wait in a call of torch's, such as a broadcast of
+        DistributedDataParallel's, for this one, which has left for the recovery.
+        """
+        if self.backend is None or not dist.is_initialized():
+            return
+        group = dist.group.WORLD
+        for backend in {id(each): each for each in group_backends(group)}.values():
+            if isinstance(backend, dist.ProcessGroupGloo):
+                close_connections(backend, [rank for rank in range(group.size()) if rank != group.rank()])
+            else:
+                backend.abort()
 
     def open(self, comm: Communicator, membership: Membership | None, seconds: float) -> None:
         """Open the group of a communicator's ranks, in place of an old one. All ranks call it; it blocks.

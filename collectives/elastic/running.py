@@ -199,6 +199,7 @@ class ElasticTraining:
         before, joins = self._membership, isinstance(cause, HostsUpdatedInterrupt)
         while True:
             self.abort(cause)
+            self.process_group.abort()
             try:
                 reports = self._rejoin(Report(None, self.resets, self._count_commits()), self.seconds)
             except NotEnoughRanks as failure:

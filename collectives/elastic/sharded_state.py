@@ -148,7 +148,7 @@ class ShardedState(TorchState):
 
         Blocks until the refresh before is done, and while the shards are copied to host memory; they
         are sent beside what follows. Then it does what `check_host_updates` does. Where ranks join it
-        keeps this commit's state, whatever ``every`` is.
+        keeps this commit's state, whatever ``every`` is, and blocks until its copies are sent.
         """
         if self._attached is None:
             raise InvalidUsage("call attach() first, in the function that run calls", op=_OP)
@@ -167,10 +167,11 @@ class ShardedState(TorchState):
             self._take(number)
             self._commits += 1
         self._number = number
-        if interrupt is not None:
-            raise interrupt
-        if due:
+        if interrupt is not None or due:
             self._begin_refresh()
+        if interrupt is not None:
+            self.wait()  # with more ranks the first refresh replaces the version before
+            raise interrupt
 
     def _take(self, number: int) -> None:
         """Copy this rank's shards as a version, in place of the one that isn't needed any more."""

@@ -215,7 +215,7 @@ class HookState:
 
         Raises `InvalidUsage` where there is none.
         """
-        if self._group is not None:
+        if self._group is not None and not self.lost_group():
             return self._group
         world = get_default_group("the hook's", "give HookState a comm or process_group")
         if self.pickled_size not in (None, world.size()):

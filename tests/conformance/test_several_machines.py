@@ -14,6 +14,7 @@ import torch
 from collectives import errors
 from collectives._nccl import OPS
 from collectives.arrays import TORCH_CODES
+from collectives.comm.algorithms.schedule import shard_bounds
 from collectives.comm.algorithms.tune_file import file_engine
 from collectives.comm.multinode.hierarchical import LevelReduction
 from collectives.comm.multinode.inter_node import ScheduledInterNode
@@ -345,12 +346,22 @@ def unlike_in_a_node(ctx, machines, ours, theirs):
         return str(caught.value)
 
 
+def test_every_node_is_part_of_a_broadcasts_first_step():
+    """One with an empty shard would take the others' second step for the first one."""
+    for nodes in range(3, 40):
+        inter_node = ScheduledInterNode(None, Topology(tuple((rank,) for rank in range(nodes)), 0))
+        for nbytes in range(1, 60_000, 61):
+            each = shard_bounds(nbytes, nodes, 1)
+            assert inter_node._choose_algorithm(nbytes) == "one-shot" or each[-2] < each[-1]
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "text"),
     [
         (("all_reduce", torch.float32, "sum"), ("all_reduce", torch.float32, "avg"), "rank 2: all_reduce avg count="),
         (("reduce", torch.float32, 0), ("reduce", torch.float32, 1), "rank 2: reduce root=1 count=20000 dtype=float32"),
         (("broadcast", torch.float32, 0), ("broadcast", torch.int32, 0), "count=80000 dtype=int32 (sent as uint8)"),
+        (("all_reduce", torch.float16, "sum"), ("all_reduce", torch.float16, 0.5), "rank 2: all_reduce scaled count="),
         (("all_reduce", torch.float16), ("all_reduce", torch.bfloat16), "dtype=bfloat16 (sent as float32)"),
     ],
 )  # fmt: skip

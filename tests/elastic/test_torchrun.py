@@ -157,7 +157,7 @@ def test_an_agent_that_is_terminated_leaves_at_once(job):
     """Without the time after which an agent counts as dead, and its number is free again."""
     for number in range(2):
         job.start_node(number, conf="keep_alive_max_attempt=1000,join_timeout=60")
-    both = job.wait(4)
+        both = job.wait(2 * (number + 1))  # the first one serves the store
     job.agents[1].terminate()
     left = job.wait(2, least_step=max(row["step"] for row in both.values()))
     assert {row["node"] for row in left.values()} in ({"node0"}, {"node1"})

@@ -109,6 +109,7 @@ class MultiNodeComm:
                 raise
         except CollectivesError as error:
             raise _share_cause(self._store, error, connects) from error
+        self._store.forget_parent()
         self.collectives = HostCollectives(intra_node, connections, topology)
         self._connections = connections
         self._topology = topology
@@ -418,7 +419,7 @@ def _follow_timeout(store: ErrorStore, error: CollectiveTimeout) -> CollectiveTi
     """Return the error of a wait that ran out of time, with the ranks at the end of its chain of waits."""
     ends = store.follow_waits(error.peers)
     posted = store.fetch_error(seconds=0.0)
-    if posted is not None and set(posted.peers) != {error.rank}:
+    if posted is not None and error.rank not in posted.peers:
         return posted
     if set(ends) == set(error.peers):
         return error

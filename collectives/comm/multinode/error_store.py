@@ -81,6 +81,10 @@ class ErrorStore:
         store = dist.PrefixStore(prefix, self.store)
         return ErrorStore(store, self.host, rank, processes, self.parent, self._parent_ranks, self._watch)
 
+    def forget_parent(self) -> None:
+        """Look at the parent no more: the communicator is open."""
+        self.parent = self._watch = None
+
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value. Raises `RemoteError` where the store can't be reached."""
         try:
@@ -257,7 +261,8 @@ class ErrorStore:
 
     def _waits_in_parent(self, ranks: Iterable[int]) -> bool:
         parent = self.parent
-        return parent is not None and any(parent.store.check([f"waits/{self._parent_ranks[each]}"]) for each in ranks)
+        known = [self._parent_ranks[each] for each in ranks if each < len(self._parent_ranks)]
+        return parent is not None and any(parent.store.check([f"waits/{each}"]) for each in known)
 
     def _call(self, function: Callable[[], T], seconds: float = _ANSWER_S) -> T:
         """Call the store, in a thread: a server that is stopped answers nothing, and torch waits for it

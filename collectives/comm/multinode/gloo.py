@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -23,10 +23,14 @@ from .error_store import ErrorStore
 from .gloo_store import PREFIX, GlooStore
 from .topology import find_route, is_loopback
 
-__all__ = ["DATA_TAG", "LATE_TAG", "WATCH_TAG", "ConnectionWatch", "GlooConnections", "TransferError", "wait"]
+__all__ = [
+    "DATA_TAG", "LATE_TAG", "WATCH_TAG", "ConnectionWatch", "GlooConnections", "TransferError", "close_connections",
+    "wait",
+]  # fmt: skip
 
 _FOREVER = timedelta(days=365)
 DATA_TAG, _ABORT_TAG, LATE_TAG, WATCH_TAG, _END_TAG = range(5)  # Gloo's tags
+_CONNECTED = "connected/"  # of a store's keys: the rank has connections with all
 _LOOK_S = 0.5  # between looks whether the connection that is waited for is still there
 _OWN_END_S = 0.2  # for a wait to return that ran out of time itself, by which Gloo closes the connection
 
@@ -63,15 +67,24 @@ class GlooConnections:
         options._timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
         store = GlooStore(error_store, deadline)
 
+        def find_missing(prefix: str) -> list[int]:
+            found = error_store.find_missing([f"{prefix}{peer}" for peer in range(size)])
+            return found if len(found) < size else []  # else the store can't be reached
+
+        def not_come(missing: list[int]) -> CollectivesError:
+            return CollectiveTimeout(
+                f"{format_ranks(missing)} of {size} did not come within {seconds:g} s to connect the machines",
+                op="init", rank=rank, peers=missing,
+            )  # fmt: skip
+
         def timed_out() -> CollectivesError:
+            if missing := find_missing(PREFIX):
+                return not_come(missing)
             return CollectiveTimeout(
                 f"the ranks' machines were not connected within {seconds:g} s: is a firewall between them, or does "
                 "GLOO_SOCKET_IFNAME have to name the network interface?",
-                op="init", rank=rank, peers=find_missing() or self._others,
+                op="init", rank=rank, peers=[peer for peer in find_missing(_CONNECTED) if peer != rank],
             )  # fmt: skip
-
-        def find_missing() -> list[int]:
-            return error_store.find_missing([f"{PREFIX}{peer}" for peer in range(size)])
 
         try:
             self._gloo = call_with_timeout(
@@ -83,18 +96,15 @@ class GlooConnections:
         except RuntimeError as error:
             if isinstance(store.error, CollectivesError):
                 raise store.error from error
-            missing = find_missing()
-            if 0 < len(missing) < size:
-                raise CollectiveTimeout(
-                    f"{format_ranks(missing)} of {size} did not come within {seconds:g} s to connect the machines",
-                    op="init", rank=rank, peers=missing,
-                ) from error  # fmt: skip
+            if missing := find_missing(PREFIX):
+                raise not_come(missing) from error
             refused = store.find_rank(str(error))
             raise TransportError(
                 f"Gloo could not connect the machines: {first_line(error)}{_find_lack()}. GLOO_SOCKET_IFNAME names the "
                 "interface to use; the machines must reach each other on any TCP port",
                 op="init", rank=rank, peers=() if refused is None else (refused,),
             ) from error  # fmt: skip
+        error_store.set(f"{_CONNECTED}{rank}", b"1")
         self._jobs: queue.SimpleQueue | None = None
         self._broken = False
         self._waits = 0  # that have begun
@@ -168,12 +178,7 @@ class GlooConnections:
         if gloo is None or self._broken:
             return
         self._broken = True
-        # Gloo has no call for it, but closes all connections of a group when one wait runs out of
-        # time. A receive from a peer that has closed its connection fails at once instead: so it is
-        # tried with all peers.
-        for peer in self._others:
-            with contextlib.suppress(RuntimeError):
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        close_connections(gloo, self._others)
         if self._jobs is not None:
             self._jobs.put(None)
 
@@ -191,6 +196,16 @@ class GlooConnections:
         They are neither closed nor waited for.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+
+def close_connections(gloo: dist.ProcessGroupGloo, peers: Iterable[int]) -> None:
+    """Close all connections of a group, from any thread. ``peers``: its other ranks."""
+    # Gloo has no call for it (its `abort` and `shutdown` leave them open), but closes all connections
+    # of a group when one wait runs out of time. A receive from a peer that has closed its connection
+    # fails at once instead: so it is tried with all peers.
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 class ConnectionWatch:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE, dtype_name
 from ..algorithms.plan import sums_in_fp32
-from ..fingerprint import KINDS
+from ..fingerprint import KINDS, PREMUL
 from .gloo import GlooConnections
 from .hierarchical import HierarchicalCollectives, LevelReduction
 from .inter_node import ScheduledInterNode
@@ -82,9 +82,9 @@ class HostCollectives:
     def _run(self, fingerprint, call: Callable, *args):
         """Run a collective, with a comparison of the ranks' calls."""
         self.sequence += 1
-        self.library.label(*_make_label(fingerprint, self._label))  # of the first call inside of the node
-        self.intra_node.set_step(self.sequence)  # to some calls no call inside of this node belongs
         try:
+            self.library.label(*_make_label(fingerprint, self._label))  # of the first call inside of the node
+            self.intra_node.set_step(self.sequence)  # to some calls no call inside of this node belongs
             if self._leaders is None:
                 return call(*args)
             self._leaders.timeout = self._everyone.timeout
@@ -140,8 +140,6 @@ class HostCollectives:
 
     def send_and_receive(self, ops: list[P2POp]) -> None:
         """Run sends and receives between any two ranks; see `p2p.send_and_receive`."""
-        if self._label != (None, None):
-            self.library.label(*self._label)
         send_and_receive(ops, self.intra_node, self._everyone, self._topology)
 
     # ---- Sources and results of reductions.
@@ -184,9 +182,9 @@ def _make_label(fingerprint, label: tuple[str | None, str | None]) -> tuple[str,
     that may be another operation, of bytes, or with another root. ``label``: the program's.
     """
     kind, dtype, _, op, root, _ = fingerprint
-    average = " avg" if op == _AVG else ""  # summed inside of the node
+    kind_of_sum = {_AVG: " avg", PREMUL: " scaled"}.get(op, "")  # a sum inside of the node
     where = f" root={root}" if root >= 0 else ""
-    return f"{label[0] or KINDS[kind]}{average}{where}", label[1] or dtype_name(dtype)
+    return f"{label[0] or KINDS[kind]}{kind_of_sum}{where}", label[1] or dtype_name(dtype)
 
 
 def _copy(source: int, out: int, nbytes: int) -> None:

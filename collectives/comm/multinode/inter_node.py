@@ -14,6 +14,7 @@ import torch
 from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE
 from ..algorithms.plan import CallKey, PlanCache
+from ..algorithms.schedule import shard_bounds
 from .hierarchical import LevelReduction
 from .messages import EAGER_BYTES
 from .topology import Topology
@@ -76,9 +77,13 @@ class ScheduledInterNode:
     def _choose_algorithm(self, nbytes: int) -> str:
         """Return "one-shot" where more bytes cost less than one more step.
 
-        Two nodes send the same bytes either way.
+        Two nodes send the same bytes either way. Among very many a node's shard may be empty. Then it
+        would have no part in a broadcast's first step, and compare its call with others' second one.
         """
-        return "one-shot" if self._num_nodes == 2 or nbytes <= EAGER_BYTES else "direct"
+        if self._num_nodes == 2 or nbytes <= EAGER_BYTES:
+            return "one-shot"
+        *_, last, end = shard_bounds(nbytes, self._num_nodes, 1)
+        return "direct" if last < end else "one-shot"
 
     def _run_reduction(self, name, algorithm, send, recv, count, what: LevelReduction, separate_out=False) -> None:
         key = CallKey(

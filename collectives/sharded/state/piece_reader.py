@@ -87,10 +87,11 @@ class PieceReader(StateReader):
         return made
 
     def _size_of(self, items: list[ReadItem]) -> int:
+        """Return the bytes of a part with some items. The next rank's part, behind it, begins aligned, too."""
         end = 0
         for item in items:
             end = self._end_of(item, align_offset(end))
-        return end
+        return align_offset(end)
 
     def _pack(self, items: list[ReadItem]) -> torch.Tensor:
         """Return the elements that a rank has asked for, in one buffer."""
