@@ -35,13 +35,14 @@ READ = {
 
 
 def make_table(rows: list[dict]) -> str:
-    """Return the table: a line for each run of trials, but for those whose defects are mended since."""
+    """Return the table: a line for each run of trials, newest last. Of some the defects are mended since."""
     lines = ["| trials | seeds | how many | wrong | error after, median and worst | machine |", "|---" * 6 + "|"]
     for row in rows:
-        if row["what"] == "fuzz" or row.get("mended"):
+        if row["what"] == "fuzz":
             continue
         last = row["first_seed"] + row["trials"] - 1
-        wrong = f"{row['wrong']} ({', '.join(map(str, row['wrong_seeds'][:8]))})" if row["wrong"] else "0"
+        seeds = "mended since" if row.get("mended") else ", ".join(map(str, row["wrong_seeds"][:8]))
+        wrong = f"{row['wrong']} ({seeds})" if row["wrong"] else "0"
         times = "" if row["median_s"] is None else f"{row['median_s']:.2f} s, {row['worst_s']:.2f} s"
         lines.append(
             f"| {WHAT[row['what']]} (`{row['what']}`) | {row['first_seed']} to {last} | {row['trials']:,} | {wrong} | "
