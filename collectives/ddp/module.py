@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ..arrays import kind_of
 from ..errors import InvalidArgument
 from ..gradients.bucket_cap import DEFAULT_CAP_MB, default_bucket_cap_mb
-from ..gradients.state import HookState
+from ..gradients.state import HookState, has_lost_group
 from ..gradients.unused_states import forget
 from ..torch_compat import disable_dynamo
 from .devices import add_device_note, check_device_ids
@@ -122,7 +122,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                     f"the state's communicator is rank {state.comm.rank} of {state.comm.size}, this module's process "
                     f"group rank {group.rank()} of {group.size()}"
                 )
-        elif state.process_group is None or state.lost_group():
+        elif state.process_group is None or has_lost_group(state):
             state.process_group = group
             state.group_is_modules = True
         elif state.process_group is not group:

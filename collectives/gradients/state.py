@@ -24,7 +24,12 @@ from .scaler_lookup import ScalerLookup
 from .unused_states import forget, watch
 from .zero import ShardedStep
 
-__all__ = ["HookState"]
+__all__ = ["HookState", "has_lost_group"]
+
+
+def has_lost_group(state: HookState) -> bool:
+    """Return whether a state's group was named by a module and has been destroyed since, as in elastic jobs."""
+    return state.group_is_modules and state.process_group not in open_process_groups()
 
 
 def _describe_comm(given) -> str:
@@ -125,8 +130,7 @@ class HookState:
         self.parameter_names = ParameterNames()
         self.registered = False  # `register` was called
         self._number = register_state(self)
-        self._group = None
-        self.group_is_modules = False  # a DistributedDataParallel of ours has named it
+        self._group, self.group_is_modules = None, False  # a DistributedDataParallel of ours has named it
         self.pickled_size = None  # the ranks of a state that was unpickled
         self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
@@ -202,20 +206,15 @@ class HookState:
             raise InvalidArgument(f"process_group must be a torch.distributed.ProcessGroup, not {kind_of(group)}")
         if self.comm is not None:
             raise InvalidArgument("this state has a communicator, which says which ranks average")
-        self._group = group
-        self.group_is_modules = False
+        self._group, self.group_is_modules = group, False
         self.pickled_size = None
-
-    def lost_group(self) -> bool:
-        """Return whether the group was named by a module and has been destroyed since, as in elastic jobs."""
-        return self.group_is_modules and self._group not in open_process_groups()
 
     def get_process_group(self):
         """Return the process group to open a communicator over.
 
         Raises `InvalidUsage` where there is none.
         """
-        if self._group is not None and not self.lost_group():
+        if self._group is not None and not has_lost_group(self):
             return self._group
         world = get_default_group("the hook's", "give HookState a comm or process_group")
         if self.pickled_size not in (None, world.size()):
