@@ -215,7 +215,10 @@ void publish_child_failure(ncclComm& comm, ChildKind kind, uint64_t number, cons
   comm.wake_sleepers();
 }
 
-static Error child_failure_of(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members, bool later) {
+namespace {
+
+// ``later``: of calls after this one, in place of this one.
+Error child_failure_of(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members, bool later) {
   for (int r : members) {
     if (r == comm.rank) continue;
     const ChildFailure& record = comm.segment->rank(r)->child_failure[kind];
@@ -252,6 +255,8 @@ static Error child_failure_of(ncclComm& comm, ChildKind kind, uint64_t number, c
   }
   return Error();
 }
+
+}  // namespace
 
 Error child_failure(ncclComm& comm, ChildKind kind, uint64_t number, const std::vector<int>& members) {
   Error error = child_failure_of(comm, kind, number, members, false);

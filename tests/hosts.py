@@ -24,12 +24,13 @@ def apart(ctx, machines: str):
 @contextlib.contextmanager
 def joined(ctx, machines: str, **options):
     """Open the communicator of all ranks on such machines; it is closed, or aborted where the block raised."""
-    import collectives.rendezvous.world
+    import collectives
+    import collectives.rendezvous.world as world
     from tests.rank_process import bind_submodules
 
     bind_submodules()
     with apart(ctx, machines):
-        collectives.rendezvous.world._generation = 0  # processes that are used again have opened other worlds before
+        world._generation, world._world = 0, None  # processes that are used again have opened other worlds before
         comm = collectives.init(**options)
         try:
             yield comm

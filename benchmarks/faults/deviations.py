@@ -165,8 +165,9 @@ def run_program(ctx, plan: dict, comm) -> dict:
             if not call.is_unchanged() and step.op != "ring" and not plan["machines"]:
                 wrong.append(f"call {done} ({step}) failed, and has changed its receive buffer: {text}")
             break
-        right = right and call.is_right()
-        if not right and (first_difference(plan) is None or done < first_difference(plan)):
+        is_right = call.is_right()
+        right = right and is_right
+        if not is_right and (first_difference(plan) is None or done < first_difference(plan)):
             wrong.append(f"call {done} ({step}) has a wrong result")
         done += 1
     kinds = ctx.exchange(type(error).__name__ if error is not None else None)

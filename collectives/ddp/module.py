@@ -124,6 +124,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 )
         elif state.process_group is None or has_lost_group(state):
             state.process_group = group
-            state.group_is_modules = True
+            state.group_from_module = True
         elif state.process_group is not group:
             raise InvalidArgument("the state names another process group than this module's: use a state of its own")

@@ -38,7 +38,7 @@ class ProcessGroup:
         if self.backend is None or not dist.is_initialized():
             return
         group = dist.group.WORLD
-        for backend in {id(each): each for each in group_backends(group)}.values():
+        for backend in dict.fromkeys(group_backends(group)):  # Gloo's is the same one for CPU and CUDA
             if isinstance(backend, dist.ProcessGroupGloo):
                 close_connections(backend, [rank for rank in range(group.size()) if rank != group.rank()])
             else:

@@ -166,9 +166,8 @@ class ShardedState(TorchState):
             self.save()
             self._take(number)
             self._commits += 1
-        self._number = number
-        if interrupt is not None or due:
             self._begin_refresh()
+        self._number = number
         if interrupt is not None:
             self.wait()  # with more ranks the first refresh replaces the version before
             raise interrupt

@@ -29,7 +29,7 @@ __all__ = ["HookState", "has_lost_group"]
 
 def has_lost_group(state: HookState) -> bool:
     """Return whether a state's group was named by a module and has been destroyed since, as in elastic jobs."""
-    return state.group_is_modules and state.process_group not in open_process_groups()
+    return state.group_from_module and state.process_group not in open_process_groups()
 
 
 def _describe_comm(given) -> str:
@@ -130,7 +130,7 @@ class HookState:
         self.parameter_names = ParameterNames()
         self.registered = False  # `register` was called
         self._number = register_state(self)
-        self._group, self.group_is_modules = None, False  # a DistributedDataParallel of ours has named it
+        self._group, self.group_from_module = None, False  # a DistributedDataParallel of ours has named it
         self.pickled_size = None  # the ranks of a state that was unpickled
         self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
@@ -206,7 +206,7 @@ class HookState:
             raise InvalidArgument(f"process_group must be a torch.distributed.ProcessGroup, not {kind_of(group)}")
         if self.comm is not None:
             raise InvalidArgument("this state has a communicator, which says which ranks average")
-        self._group, self.group_is_modules = group, False
+        self._group, self.group_from_module = group, False
         self.pickled_size = None
 
     def get_process_group(self):

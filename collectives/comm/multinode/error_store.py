@@ -256,7 +256,7 @@ class ErrorStore:
         """Return whether any of some ranks has not come since it waits in an operation of the parent."""
         try:
             return self._call(lambda: self._waits_in_parent(ranks))
-        except (RuntimeError, TransportError):
+        except RuntimeError:
             return False
 
     def _waits_in_parent(self, ranks: Iterable[int]) -> bool:

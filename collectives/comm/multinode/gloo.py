@@ -68,8 +68,7 @@ class GlooConnections:
         store = GlooStore(error_store, deadline)
 
         def find_missing(prefix: str) -> list[int]:
-            found = error_store.find_missing([f"{prefix}{peer}" for peer in range(size)])
-            return found if len(found) < size else []  # else the store can't be reached
+            return error_store.find_missing([f"{prefix}{peer}" for peer in range(size)])
 
         def not_come(missing: list[int]) -> CollectivesError:
             return CollectiveTimeout(
@@ -78,12 +77,14 @@ class GlooConnections:
             )  # fmt: skip
 
         def timed_out() -> CollectivesError:
-            if missing := find_missing(PREFIX):
+            missing = find_missing(PREFIX)
+            if 0 < len(missing) < size:
                 return not_come(missing)
+            unconnected = [] if missing else find_missing(_CONNECTED)  # all are missing: the store can't be reached
             return CollectiveTimeout(
                 f"the ranks' machines were not connected within {seconds:g} s: is a firewall between them, or does "
                 "GLOO_SOCKET_IFNAME have to name the network interface?",
-                op="init", rank=rank, peers=[peer for peer in find_missing(_CONNECTED) if peer != rank],
+                op="init", rank=rank, peers=[peer for peer in unconnected if peer != rank],
             )  # fmt: skip
 
         try:
@@ -96,7 +97,8 @@ class GlooConnections:
         except RuntimeError as error:
             if isinstance(store.error, CollectivesError):
                 raise store.error from error
-            if missing := find_missing(PREFIX):
+            missing = find_missing(PREFIX)
+            if 0 < len(missing) < size:
                 raise not_come(missing) from error
             refused = store.find_rank(str(error))
             raise TransportError(
