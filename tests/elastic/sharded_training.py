@@ -5,9 +5,10 @@ FAULTS, PAUSE and OUT: as in training.py, with the points "refresh N", on the th
 shards, and "attach N". EVERY: commits of a version. REPLICAS: copies of each shard. SAVES: a directory
 for a checkpoint of each commit. KEPT: a directory of a Checkpointer, which saves each KEEP-th commit, and
 from whose newest checkpoint a job begins. JOIN: with fewer ranks a commit waits for one that joins.
-DTYPE: of the model. Each rank that finishes writes a line of JSON to OUT, whose "starts" has how many
-ranks went on from which commit. RECORDS: a file to which all processes add what their copies come to, a
-line of JSON each; see `record`.
+WHOLE: if set, a step begins when all ranks have their copies of the last version. DTYPE: of the model.
+Each rank that finishes writes a line of JSON to OUT, whose "starts" has how many ranks went on from which
+commit. RECORDS: a file to which all processes add what their copies come to, a line of JSON each; see
+`record`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.elastic.training import PAUSE, pass_point
 SAMPLES, BATCH, EPOCHS = 48, 2, int(os.environ.get("EPOCHS", "2"))
 EVERY, REPLICAS = int(os.environ.get("EVERY", "1")), int(os.environ.get("REPLICAS", "1"))
 SAVES, KEPT, KEEP = os.environ.get("SAVES"), os.environ.get("KEPT"), int(os.environ.get("KEEP", "1"))
-JOIN = int(os.environ.get("JOIN", "0"))
+JOIN, WHOLE = int(os.environ.get("JOIN", "0")), "WHOLE" in os.environ
 DTYPE = getattr(torch, os.environ.get("DTYPE", "float32"))
 
 
@@ -156,6 +157,9 @@ def train_from(state, model, optimizer, scheduler, data, target, checkpointer=No
 
     while state.epoch < EPOCHS:
         for number, indices in enumerate(torch.utils.data.DataLoader(range(SAMPLES), BATCH, sampler=state.sampler)):
+            if WHOLE:
+                state.wait()
+                comm.barrier()
             pass_point("step")
             optimizer.zero_grad()
             mse_loss(model(data[indices]), target[indices]).backward()

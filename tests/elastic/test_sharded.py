@@ -43,7 +43,7 @@ def check(folder, done, rows, size, versions):
 
 
 def test_a_rank_dies_in_a_step(tmp_path):
-    done, rows = run(tmp_path, 3, [fault(1, "step 6")], "--max-restarts", "0")
+    done, rows = run(tmp_path, 3, [fault(1, "step 6")], "--max-restarts", "0", WHOLE="1")
     check(tmp_path, done, rows, 2, {2})
 
 
