@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 __all__ = ["PARTS", "PART_SECONDS", "STAGES", "Stage"]
 
@@ -49,7 +50,7 @@ def tests(name: str, part: int, seconds: float, folders: tuple[str, ...], ranks:
         "gpu and not multigpu", "--gpu-ranks", str(ranks), "--gpu-output", "{output}",
         "--continue-on-collection-errors", *options, *folders,
     )  # fmt: skip
-    beside = ("-n", str(jobs), "--dist", "worksteal") if jobs else ()
+    beside = ("-n", str(min(jobs, os.cpu_count() or 1)), "--dist", "worksteal") if jobs else ()
     limits = ("--timeout", "150")
     return Stage(
         name, part, seconds, (*words, *beside, *limits), (*words, "--collect-only"),
@@ -74,12 +75,12 @@ STAGES = (
     build(1, 150),
     program("compile", 1, 90, "compile_kernels", lacks="one source, for sm_90"),
     tests("dlpack", 1, 30, ("tests/gpu/test_streams.py",), 0),
-    tests("kernels", 1, 120, LOWER[:1], 0, jobs=4),
-    tests("unit", 1, 80, LOWER[1:], 1, jobs=4),
+    tests("kernels", 1, 120, LOWER[:1], 0, jobs=12),
+    tests("unit", 1, 80, LOWER[1:], 1, jobs=12),
     build(2, 120),
-    tests("front ends, 1 rank", 2, 200, FRONT_ENDS, 1, jobs=4),
-    tests("front ends, 2 ranks", 2, 150, FRONT_ENDS, 2),
-    tests("units, 2 ranks", 2, 70, LOWER[1:], 2),
+    tests("front ends, 1 rank", 2, 200, FRONT_ENDS, 1, jobs=12),
+    tests("front ends, 2 ranks", 2, 150, FRONT_ENDS, 2, jobs=4),
+    tests("units, 2 ranks", 2, 70, LOWER[1:], 2, jobs=4),
     build(3, 120),
     program("sync audit", 3, 60, "sync_audit", lacks="torch's own check, which needs CUDA"),
     program("memcheck", 3, 50, "sanitizer", "--tool", "memcheck", lacks="the kernels without compute-sanitizer"),

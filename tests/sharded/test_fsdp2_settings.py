@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from collectives.errors import InvalidArgument, InvalidUsage
@@ -18,6 +18,9 @@ from collectives.sharded import (
 )
 from tests.ddp.training import batch, make_model, over_gloo, run
 from tests.sharded.training import RULES, full, same, steps_of
+
+# Older versions of torch have no such class, and no such argument either.
+MESH_DIMS = fsdp.DataParallelMeshDims(shard="shard") if hasattr(fsdp, "DataParallelMeshDims") else "any"
 
 
 def test_all_methods_of_torch_are_there():
@@ -144,7 +147,7 @@ def settings(ctx):
         "windows of NCCL": lambda: model.set_symm_mem_for_comm(),
         "must be a torch.Event": lambda: model.set_post_optim_event(3),
         "interval of a unit's flat buffer": lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: None),
-        "as the mesh": lambda: fully_shard(nn.Linear(2, 2), dp_mesh_dims=DataParallelMeshDims(shard="shard")),
+        "as the mesh": lambda: fully_shard(nn.Linear(2, 2), dp_mesh_dims=MESH_DIMS),
         "only sharded modules": lambda: share_comm_ctx([model, nn.Linear(2, 2)]),
         "different communicators": lambda: share_comm_ctx([model, on_another]),
     }  # fmt: skip
