@@ -304,7 +304,7 @@ cdef class ArrayCalls:
         cdef ncclComm_t comm
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
-        cdef int code = op_code(op)
+        cdef int code = plain_op(self.comm, op_code(op))
         if code < 0 or not self.reader.fill(array, True, &span) or not self.stream_of(<void*> api.ncclAllReduce,
                                                                                       &stream):
             return False
@@ -324,7 +324,7 @@ cdef class ArrayCalls:
         cdef ncclComm_t comm
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
-        cdef int code = op_code(op), c_root = self.peer(root)
+        cdef int code = plain_op(self.comm, op_code(op)), c_root = self.peer(root)
         cdef bint mine = c_root == self.rank
         if code < 0 or c_root < 0 or not self.reader.fill(array, mine, &span) or not self.stream_of(
                 <void*> api.ncclReduce, &stream):
@@ -345,7 +345,7 @@ cdef class ArrayCalls:
         cdef ncclComm_t comm
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
-        cdef int code = op_code(op)
+        cdef int code = plain_op(self.comm, op_code(op))
         if code < 0 or not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
             return False
         if not is_part(&of, &to, self.size, self.rank) or not self.stream_of(<void*> api.ncclReduceScatter, &stream):

@@ -89,7 +89,8 @@ class Recorder:
             device = end_event.device
             if device.index not in self._anchors:
                 self._anchors[device.index] = _anchor(device)
-            self._cuda.append((row, name, start_event, end_event, args))
+            # The GPU may run it after the host has marked the backward's end, on some ranks only.
+            self._cuda.append((row, name, start_event, end_event, {"step": len(self.marks), **args}))
         else:
             self._drop()
 

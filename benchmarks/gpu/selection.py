@@ -7,7 +7,7 @@ import json
 import pytest
 
 RANKS = ("ranks", "n", "size", "world_size")  # names of parameters that hold a number of ranks
-TEXT = 2000  # characters of a failure
+TEXT = 8000  # characters of a failure: its first and its last half of that
 
 
 def pytest_addoption(parser):
@@ -42,6 +42,11 @@ def _write(config, row: dict) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def shortened(text: str) -> str:
+    half = TEXT // 2
+    return text if len(text) <= TEXT else f"{text[:half]}\n... {len(text) - TEXT} characters ...\n{text[-half:]}"
+
+
 class Writer:
     """Writes what each test came to, on the process that reports."""
 
@@ -60,7 +65,7 @@ class Writer:
             if report.skipped and isinstance(report.longrepr, tuple):
                 row["why"] = str(report.longrepr[2])[:TEXT]
             elif report.failed:
-                row["why"] = report.longreprtext[-TEXT:]
+                row["why"] = shortened(report.longreprtext)
             _write(self.config, row)
 
 

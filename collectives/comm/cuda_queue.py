@@ -17,11 +17,16 @@ __all__ = ["CudaQueue"]
 
 
 class CudaQueue(AsyncQueue):
-    """A communicator's side stream on CUDA, which is created at its first use."""
+    """A communicator's side stream on CUDA.
+
+    It is there before the first operation: torch creates its streams under the GIL, and CUDA can
+    block that while a collective waits on the GPU for a rank that has died. The watchdog, which
+    would abort the collective, needs the GIL.
+    """
 
     def __init__(self, comm):
         super().__init__(comm)
-        self._side_stream = None
+        self._side_stream = new_comm_stream(comm.device)
         self.external_streams: set[int] = set()  # that others created, and may have destroyed
         self._stream = None  # of the submission that is open: the side stream, or the caller's
 
@@ -30,8 +35,6 @@ class CudaQueue(AsyncQueue):
         if stream is not None:
             self._stream = stream_from_address(stream, device)
             return stream
-        if self._side_stream is None:
-            self._side_stream = new_comm_stream(device)
         self._stream = self._side_stream
         self._stream.wait_stream(current_stream(device))
         return self._stream.cuda_stream

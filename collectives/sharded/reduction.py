@@ -104,7 +104,7 @@ def start_reduction(
             unit.all_reduce_hook(gradients.local_shard(reduced))
         if finish is not None:
             finish(reduced)
-        use_on_current(home, reduced)
+        use_on_current(home, reduced, gradients.flat)
         gradients.set_gradients(reduced, in_place)
         gradients.free_packed(flat)
 
@@ -130,7 +130,7 @@ def start_compressed(
     def end():
         if here is not None:
             current_stream(unit.device).wait_stream(here)
-            use_on_current(home, flat)
+            use_on_current(home, flat, gradients.flat)
         gradients.set_gradients(flat, flat is gradients.flat)
         gradients.free_packed(flat)
 

@@ -86,13 +86,15 @@ def wait_for_side_stream(device: torch.device, purpose: str) -> None:
         cuda_state.wait_for_stream(_side_stream(device, purpose))
 
 
-def use_on_current(home, *tensors: torch.Tensor) -> None:
+def use_on_current(home, *tensors: torch.Tensor | None) -> None:
     """Keep the allocator from using memory of the stream `home` again before the current stream is
-    done with it. None, for the host, does nothing.
+    done with it. Where that is None, for the host, nothing is done, nor for tensors on the host or
+    None.
     """
     if home is not None and (here := cuda_state.current_stream(home.device)) != home:
         for tensor in tensors:
-            tensor.record_stream(here)
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(here)
 
 
 class HostCopies:

@@ -134,11 +134,12 @@ def overlap_ns(merged: list[tuple[int, int]], first: int, last: int) -> int:
 
 def match_collectives(record: dict) -> dict[tuple, tuple]:
     """Return a rank's collectives by a key that is the same on all ranks, in the order of their
-    starts.
+    starts: the number of the backward, the row, the name, and how many of these came before.
     """
     found, count = {}, defaultdict(int)
     for event in sorted(filter(is_communication, record["events"]), key=lambda event: (event[2], event[0])):
-        key = (bisect.bisect_left(record["marks"], event[2]), event[0], event[1])
+        step = event[4].get("step", bisect.bisect_left(record["marks"], event[2]))
+        key = (step, event[0], event[1])
         found[(*key, count[key])] = event
         count[key] += 1
     return found

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from collectives.errors import InvalidArgument
 from tests import oracle
 from tests.conformance.cases import COLLECTIVES, REDUCTIONS, ROOTED, Case, run_cases, sizes
 from tests.conformance.worlds import WORLDS, check
@@ -117,6 +118,29 @@ def default_chunk(ctx):
 @pytest.mark.parametrize(("engine", "n"), WORLDS)
 def test_default_chunk(engine, n):
     check(default_chunk, engine, n, chunk=None, needs="ncclGather")
+
+
+def factors_over_one_rank(ctx):
+    """Before NCCL 2.29.7 its kernel for one rank leaves out the last elements of some counts."""
+    counts = (1, 31, 4097, 8195, 16 << 10, (16 << 10) + 1, 65_539, 131_073, 262_145, 262_160, 262_175, 1_000_003)
+    cases = [
+        Case(collective, dtype, count, op=op, inplace=inplace)
+        for collective in REDUCTIONS
+        for dtype in ("int8", "float16", "float32", "float64")
+        for count in counts
+        for op in ("avg", "premul")
+        for inplace in (False, True)
+    ]
+    found = run_cases(ctx, cases)
+    if ctx.engine == "nccl":
+        with pytest.raises(InvalidArgument, match="float8 over one rank"):
+            ctx.comm().create_premul_sum(0.5, DTYPES["float8e4m3"].code)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["host", pytest.param("nccl", marks=pytest.mark.gpu)])
+def test_factors_over_one_rank(engine):
+    check(factors_over_one_rank, engine, 1, chunk=None)
 
 
 def many_small_calls(ctx):

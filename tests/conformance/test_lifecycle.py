@@ -25,9 +25,10 @@ def work_on(ctx, comm, text) -> list[str]:
 def init_forms(ctx):
     library, n, rank = ctx.library, ctx.size, ctx.rank
     found = []
+    config = {"blocking": 1, "minCTAs": 1, "maxCTAs": 4}  # NCCL refuses a minimum without a maximum
     forms = {
         "rank": lambda: library.comm_init_rank(n, ctx.unique_id(), rank),
-        "config": lambda: library.comm_init_rank(n, ctx.unique_id(), rank, config={"blocking": 1, "minCTAs": 1}),
+        "config": lambda: library.comm_init_rank(n, ctx.unique_id(), rank, config=config),
         "scalable with one id": lambda: library.comm_init_rank_scalable(n, rank, [ctx.unique_id()]),
         "scalable with ids": lambda: library.comm_init_rank_scalable(
             n, rank, [ctx.unique_id() for _ in range(min(n, 3))]

@@ -240,7 +240,7 @@ def captured_hook(rank, case):
     static = batches(0, rank.rank, rank.device)
     ddp = wrap(model, "torch", HookState(comm=rank.comm, **HOOKS[case][0]), gradient_as_bucket_view=True)
     step = graph_step(ddp, static, torch.optim.SGD(model.parameters(), RATE))
-    for _ in range(3):
+    for _ in range(WARM):  # until DDP measures no more, which a capture forbids
         step()
     rank.synchronize()
     return refusal(rank, step)

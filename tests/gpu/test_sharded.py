@@ -157,7 +157,7 @@ def hooked(rank, case):
     return {"parameters": train(rank, model, optimizer), "norm": state.grad_norm, "nonfinite": state.nonfinite}
 
 
-@everywhere(HOOKED, everyday={"int8, feedback", "optimizer"})
+@everywhere(HOOKED, everyday={"int8, feedback", "optimizer", "optimizer, int8, gather bf16"})
 def test_hook_state(device, ranks, case):
     options = HOOKED[case]
     close = {"exact": False, "rtol": 1e-4, "atol": 1e-5} if "norm" in case or "powersgd" in case else {}

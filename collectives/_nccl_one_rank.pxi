@@ -1,0 +1,43 @@
+# NCCL's reductions over one rank, which are a copy or, with a factor, a kernel of their own
+# (src/device/onerank.cu). That kernel knows no float8, and before NCCL 2.29.7 it leaves out the last
+# elements of some counts: each of its blocks takes count // blocks elements, rounded up to 16 bytes,
+# which misses up to 31 elements where nothing is left to round up.
+
+cdef enum:
+    ONE_RANK_WHOLE_SINCE = 22907
+    ONE_RANK_BLOCK_BYTES = 16384
+    ONE_RANK_BLOCKS = 32
+
+cdef size_t* ITEMSIZES = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]     # by ncclDataType_t
+
+
+cdef inline bint is_nccl_of_one(Comm comm) noexcept:
+    return comm.known_size == 1 and not comm.library.is_host
+
+
+cdef inline int plain_op(Comm comm, int op) noexcept:
+    """Return the op to call NCCL with: the average over one rank is a sum, which NCCL copies."""
+    return ncclSum if op == ncclAvg and is_nccl_of_one(comm) else op
+
+
+cdef size_t left_out(Comm comm, size_t count, int dtype, int op) noexcept:
+    """Return how many of the last elements NCCL leaves out of a reduction, at most 31."""
+    cdef size_t blocks, pack, each
+    if op <= ncclAvg or not is_nccl_of_one(comm) or comm.library.version >= ONE_RANK_WHOLE_SINCE or count == 0:
+        return 0
+    if not 0 <= dtype <= ncclFloat8e5m2:
+        return 0
+    blocks = (count * ITEMSIZES[dtype] + ONE_RANK_BLOCK_BYTES - 1) // ONE_RANK_BLOCK_BYTES
+    if blocks > <size_t> ONE_RANK_BLOCKS:
+        blocks = ONE_RANK_BLOCKS
+    pack = 16 // ITEMSIZES[dtype]
+    each = (count // blocks + pack - 1) // pack * pack
+    return count - each * blocks if each * blocks < count else 0
+
+
+cdef int check_factor_of_one(Comm comm, int dtype) except -1:
+    """Raise for a pre-multiplied sum that NCCL refuses over one rank."""
+    if is_nccl_of_one(comm) and dtype in (ncclFloat8e4m3, ncclFloat8e5m2):
+        raise errors.InvalidArgument("NCCL has no pre-multiplied sum of float8 over one rank: multiply the array",
+                                     op="create_premul_sum", rank=0)
+    return 0
