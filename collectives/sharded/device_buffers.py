@@ -37,6 +37,13 @@ class _Buffer:
         self.view: torch.Tensor | None = None  # what the last user got, where views aren't counted
 
 
+def _key_of(tensor: torch.Tensor) -> int:
+    """Return a number that a buffer and its views share: the address, or on the meta device, where a
+    step is only planned, the storage's.
+    """
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata
+
+
 class DeviceBuffers:
     """Buffers of one communicator's units for one purpose.
 
@@ -52,7 +59,7 @@ class DeviceBuffers:
         self._crosses_streams = crosses_streams
         self._largest = 0  # bytes of the largest request
         self._free: list[_Buffer] = []  # those that were released longest ago first
-        self._in_use: dict[int, _Buffer] = {}  # by address
+        self._in_use: dict[int, _Buffer] = {}
 
     def __len__(self) -> int:
         return len(self._free) + len(self._in_use)
@@ -79,7 +86,7 @@ class DeviceBuffers:
         buffer = self._take(size)
         if buffer is None:
             buffer = self._make(comm, size)
-        self._in_use[buffer.memory.data_ptr()] = buffer
+        self._in_use[_key_of(buffer.memory)] = buffer
         view = buffer.view
         if view is None or view.dtype != dtype or view.numel() != n:
             view = buffer.memory[:nbytes].view(dtype)
@@ -91,7 +98,7 @@ class DeviceBuffers:
         """Take a tensor of `acquire` back, after what the current stream was given. Other tensors
         are left alone.
         """
-        buffer = self._in_use.pop(tensor.data_ptr(), None)
+        buffer = self._in_use.pop(_key_of(tensor), None)
         if buffer is None:
             return
         if tensor.is_cuda:

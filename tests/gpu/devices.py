@@ -261,12 +261,14 @@ def process_group(rank, backend):
         dist.destroy_process_group()
 
 
-def in_group(function):
-    """Run a test's function inside a default process group over Gloo, which takes tensors of any device, too."""
+def in_group(function=None, *, backend: str = "gloo"):
+    """Run a test's function inside a default process group, over Gloo, which takes tensors of any device, too."""
+    if function is None:
+        return functools.partial(in_group, backend=backend)
 
     @functools.wraps(function)
     def inside(rank, *args):
-        with process_group(rank, "gloo"):
+        with process_group(rank, backend):
             result = function(rank, *args)
             rank.synchronize()
             # Gloo may hang in its destructor while a DDP object still holds it or a peer still talks to it.

@@ -236,12 +236,15 @@ HOOKS = {
 
 @in_group
 def captured_hook(rank, case):
-    model = make_terms(rank.device)
-    static = batches(0, rank.rank, rank.device)
-    ddp = wrap(model, "torch", HookState(comm=rank.comm, **HOOKS[case][0]), gradient_as_bucket_view=True)
-    step = graph_step(ddp, static, torch.optim.SGD(model.parameters(), RATE))
-    for _ in range(WARM):  # until DDP measures no more, which a capture forbids
-        step()
+    side = rank.new_stream()
+    with rank.use(side):  # as torch's DDP must be for a capture: its nodes of the backward belong to this stream
+        model = make_terms(rank.device)
+        static = batches(0, rank.rank, rank.device)
+        ddp = wrap(model, "torch", HookState(comm=rank.comm, **HOOKS[case][0]), gradient_as_bucket_view=True)
+        step = graph_step(ddp, static, torch.optim.SGD(model.parameters(), RATE))
+        for _ in range(WARM):  # until DDP measures no more, which a capture forbids
+            step()
+    rank.join(side)
     rank.synchronize()
     return refusal(rank, step)
 
