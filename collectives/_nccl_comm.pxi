@@ -475,20 +475,18 @@ cdef class Comm:
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllReduce, "ncclAllReduce")
         cdef collFlightRecord_t* record = self.note("ncclAllReduce", FLIGHT_ALL_REDUCE, count, dtype, stream, -1)
-        cdef ncclRedOp_t how = <ncclRedOp_t> plain_op(self, op)
-        cdef size_t rest = left_out(self, count, dtype, op)
-        cdef size_t done = (count - rest) * ITEMSIZES[dtype] if rest else 0
+        cdef OneRank how = one_rank(self, count, dtype, op)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
-                code = self.api.ncclAllReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                              how, comm, <cudaStream_t> stream)
+                code = self.api.ncclAllReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, how.op,
+                                              comm, <cudaStream_t> stream)
             else:
                 code = self.api.ncclAllReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                                    how, comm, <cudaStream_t> stream, &tuned.c)
-            if rest and code == ncclSuccess:
-                code = self.api.ncclAllReduce(<const void*> (send + done), <void*> (recv + done), rest,
-                                           <ncclDataType_t> dtype, how, comm, <cudaStream_t> stream)
+                                                    how.op, comm, <cudaStream_t> stream, &tuned.c)
+            if how.rest and code == ncclSuccess:
+                code = self.api.ncclAllReduce(<const void*> (send + how.done), <void*> (recv + how.done), how.rest,
+                                              <ncclDataType_t> dtype, how.op, comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclAllReduce", record)
 
     def all_reduce_cast(self, size_t send, size_t recv, size_t count, int dtype, int wire, int op, double scale=1.0,
@@ -557,21 +555,19 @@ cdef class Comm:
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduceScatter, "ncclReduceScatter")
         cdef collFlightRecord_t* record = self.note("ncclReduceScatter", FLIGHT_REDUCE_SCATTER,
                                                     recvcount, dtype, stream, -1)
-        cdef ncclRedOp_t how = <ncclRedOp_t> plain_op(self, op)
-        cdef size_t rest = left_out(self, recvcount, dtype, op)
-        cdef size_t done = (recvcount - rest) * ITEMSIZES[dtype] if rest else 0
+        cdef OneRank how = one_rank(self, recvcount, dtype, op)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
                 code = self.api.ncclReduceScatter(<const void*> send, <void*> recv, recvcount, <ncclDataType_t> dtype,
-                                                  how, comm, <cudaStream_t> stream)
+                                                  how.op, comm, <cudaStream_t> stream)
             else:
                 code = self.api.ncclReduceScatterConfig(<const void*> send, <void*> recv, recvcount,
-                                                        <ncclDataType_t> dtype, how, comm,
+                                                        <ncclDataType_t> dtype, how.op, comm,
                                                         <cudaStream_t> stream, &tuned.c)
-            if rest and code == ncclSuccess:
-                code = self.api.ncclReduceScatter(<const void*> (send + done), <void*> (recv + done), rest,
-                                           <ncclDataType_t> dtype, how, comm, <cudaStream_t> stream)
+            if how.rest and code == ncclSuccess:
+                code = self.api.ncclReduceScatter(<const void*> (send + how.done), <void*> (recv + how.done), how.rest,
+                                                  <ncclDataType_t> dtype, how.op, comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclReduceScatter", record)
 
     def all_gather(self, size_t send, size_t recv, size_t sendcount, int dtype, size_t stream=0, config=None):
@@ -618,20 +614,18 @@ cdef class Comm:
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceConfig, "ncclReduceConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduce, "ncclReduce")
         cdef collFlightRecord_t* record = self.note("ncclReduce", FLIGHT_REDUCE, count, dtype, stream, root)
-        cdef ncclRedOp_t how = <ncclRedOp_t> plain_op(self, op)
-        cdef size_t rest = left_out(self, count, dtype, op)
-        cdef size_t done = (count - rest) * ITEMSIZES[dtype] if rest else 0
+        cdef OneRank how = one_rank(self, count, dtype, op)
         cdef ncclResult_t code
         with nogil:
             if tuned is None:
                 code = self.api.ncclReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                           how, root, comm, <cudaStream_t> stream)
+                                           how.op, root, comm, <cudaStream_t> stream)
             else:
                 code = self.api.ncclReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                                 how, root, comm, <cudaStream_t> stream, &tuned.c)
-            if rest and code == ncclSuccess:
-                code = self.api.ncclReduce(<const void*> (send + done), <void*> (recv + done), rest,
-                                           <ncclDataType_t> dtype, how, root, comm, <cudaStream_t> stream)
+                                                 how.op, root, comm, <cudaStream_t> stream, &tuned.c)
+            if how.rest and code == ncclSuccess:
+                code = self.api.ncclReduce(<const void*> (send + how.done), <void*> (recv + how.done), how.rest,
+                                           <ncclDataType_t> dtype, how.op, root, comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclReduce", record)
 
     def all_to_all(self, size_t send, size_t recv, size_t count, int dtype, size_t stream=0, config=None):

@@ -20,19 +20,29 @@ cdef inline int plain_op(Comm comm, int op) noexcept:
     return ncclSum if op == ncclAvg and is_nccl_of_one(comm) else op
 
 
-cdef size_t left_out(Comm comm, size_t count, int dtype, int op) noexcept:
-    """Return how many of the last elements NCCL leaves out of a reduction, at most 31."""
+cdef struct OneRank:
+    ncclRedOp_t op      # to call NCCL with
+    size_t rest         # how many of the last elements the call leaves out, which a second call makes
+    size_t done         # bytes before these
+
+
+cdef OneRank one_rank(Comm comm, size_t count, int dtype, int op) noexcept:
+    """Return how a reduction is to be called; with several ranks, and on the host engine, as it is."""
+    cdef OneRank how
     cdef size_t blocks, pack, each
+    how.op, how.rest, how.done = <ncclRedOp_t> plain_op(comm, op), 0, 0
     if op <= ncclAvg or not is_nccl_of_one(comm) or comm.library.version >= ONE_RANK_WHOLE_SINCE or count == 0:
-        return 0
+        return how
     if not 0 <= dtype <= ncclFloat8e5m2:
-        return 0
+        return how
     blocks = (count * ITEMSIZES[dtype] + ONE_RANK_BLOCK_BYTES - 1) // ONE_RANK_BLOCK_BYTES
     if blocks > <size_t> ONE_RANK_BLOCKS:
         blocks = ONE_RANK_BLOCKS
     pack = 16 // ITEMSIZES[dtype]
     each = (count // blocks + pack - 1) // pack * pack
-    return count - each * blocks if each * blocks < count else 0
+    if each * blocks < count:
+        how.rest, how.done = count - each * blocks, each * blocks * ITEMSIZES[dtype]
+    return how
 
 
 cdef int check_factor_of_one(Comm comm, int dtype) except -1:
