@@ -78,9 +78,8 @@ void Collective::begin() {
   size_t n = static_cast<size_t>(c.size);
   stride = sliced(op.kind) ? chunk / n / kLine * kLine : chunk;
   per_round = stride / esize;
-  bool fans = sliced(op.kind) || op.kind == CollKind::AllGather || op.kind == CollKind::Gather;
-  past_caches = coll::past_caches(op.bytes() * n * (fans ? n : 1));
-  if (past_caches && per_round >= 2 * kLine) per_round /= 2;  // the slots share the cache with what comes from memory
+  bool fans = op.kind == CollKind::AllToAll || op.kind == CollKind::AllGather || op.kind == CollKind::Gather;
+  past_caches = coll::past_caches(op.bytes() * (fans ? n : 1));
   rounds = op.count <= per_round ? 1 : (op.count + per_round - 1) / per_round;
   two_phase = op.kind == CollKind::AllReduce && op.wire < 0 && c.size > 2 && op.bytes() * n > kOnePhaseBytes;
   if (op.reduction.scalar_at) op.reduction.scalar = scalar_bits(op.reduction.scalar_at, op.type);

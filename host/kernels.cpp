@@ -165,7 +165,12 @@ size_t second_level_cache() {
   return nbytes > 0 ? static_cast<size_t>(nbytes) : 512 << 10;
 }
 
-bool past_caches(size_t nbytes) { return nbytes > static_cast<size_t>(coll_stream_from); }
+// Twice the second level's cache, 4 MiB at least: the last level is shared with cores that nobody
+// sees here (of other virtual machines), and its size says little.
+bool past_caches(size_t nbytes) {
+  static const size_t least = std::max<size_t>(2 * second_level_cache(), 4 << 20);
+  return nbytes >= least;
+}
 
 }  // namespace coll
 

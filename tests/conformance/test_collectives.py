@@ -120,6 +120,24 @@ def test_default_chunk(engine, n):
     check(default_chunk, engine, n, chunk=None, needs="ncclGather")
 
 
+def past_the_caches(ctx):
+    """From 4 MiB a rank on, results are written past the caches, by stores that want whole lines."""
+    nbytes = 6 << 20
+    cases = [
+        Case(name, dtype, (nbytes // DTYPES[dtype].itemsize) // (ctx.size if pieces else 1) + 13, root=ctx.size - 1,
+             inplace=inplace, offset=offset * DTYPES[dtype].itemsize)
+        for name in COLLECTIVES
+        for pieces in [name in ("all_gather", "gather", "all_to_all")]
+        for dtype, inplace, offset in (("float32", False, 1), ("int8", name not in ("bcast", "all_to_all"), 3))
+    ]  # fmt: skip
+    return run_cases(ctx, cases)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_past_the_caches(n):
+    check(past_the_caches, "host", n, chunk=None)
+
+
 def factors_over_one_rank(ctx):
     """Before NCCL 2.29.7 its kernel for one rank leaves out the last elements of some counts."""
     counts = (1, 31, 4097, 8195, 16 << 10, (16 << 10) + 1, 65_539, 131_073, 262_145, 262_160, 262_175, 1_000_003)
