@@ -18,6 +18,7 @@
 #include "bootstrap.h"
 #include "handshake.h"
 #include "heap.h"
+#include "peer_memory.h"
 #include "system.h"
 
 namespace coll {
@@ -271,6 +272,7 @@ bool Rendezvous::serve(Error* error) {
       comm_->segment = Segment::create(comm_->size, &fd, &e);
       if (!comm_->segment) return give_up(e);
       segment_fd = Fd(fd);
+      publish_probe(comm_->segment->rank(comm_->rank));
       for (int r = 0; r < comm_->size; ++r) comm_->segment->rank(r)->pid = watchable ? comm_->pids[static_cast<size_t>(r)] : 0;
       Message m;
       m.kind = Kind::Segment;
@@ -426,6 +428,7 @@ bool Rendezvous::join_server(Fd fd, Error* error) {
       Error e;
       comm_->segment = Segment::attach(descriptor.take(), m.segment_id, comm_->size, &e);
       if (!comm_->segment) return give_up(e);
+      publish_probe(comm_->segment->rank(comm_->rank));
     } else if (m.kind == Kind::Heap && comm_->segment && m.rank >= 0 && m.rank < comm_->size &&
                !comm_->heaps[static_cast<size_t>(m.rank)]) {
       take_heap(m.rank, m.heap_id, std::move(descriptor));

@@ -47,6 +47,7 @@ struct ncclComm {
   bool spin = true;               // no more ranks than cores
   int cores = 1;                  // of this process's affinity mask
   std::vector<int> pids, pidfds;
+  int reads_peers = -1;           // whether it can read their memory; -1: not tried. Used by the batch whose turn it is
   std::vector<coll::PeerHeap*> heaps;  // NULL: this process's own
 
   // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(),

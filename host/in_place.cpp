@@ -11,10 +11,12 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <new>
 
 #include "collective.h"
 #include "kernels.h"
+#include "peer_memory.h"
 #include "peers.h"
 #include "pool.h"
 #include "system.h"
@@ -24,6 +26,10 @@ namespace {
 
 // Less than that is as quick through a slot, which takes one wait in the place of two.
 constexpr size_t kLeastShared = 8 << 10;
+// From which piece on, and up to how much in all, reading by the kernel is quicker than staging: it
+// pins pages and writes into the caches. Where ranks take turns on cores the pages cost more.
+constexpr size_t kLeastRead = 128 << 10;
+constexpr size_t kMostRead = 16 << 20, kMostReadInTurns = 4 << 20;
 // What one thread does at a time where several share the work, and from how much on they do.
 constexpr size_t kPart = 512 << 10;
 constexpr size_t kShareFrom = 4 << 20;
@@ -74,18 +80,26 @@ uint8_t Collective::find_shared_arrays() {
     case CollKind::Gather: sends = !root; break;
     default: return kStaged;
   }
-  if (!sends && !receives) return kEither;
+  // Where all ranks send and receive. With one sender, staging has two cores copy.
+  bool exchanges = op.kind == CollKind::AllGather || op.kind == CollKind::AllToAll;
+  bool worthwhile = op.bytes() >= kLeastRead && op.bytes() * n <= (c.spin ? kMostRead : kMostReadInTurns);
+  uint8_t reads = exchanges && worthwhile && can_read_peers(c) ? kReads : 0;
+  if (!sends && !receives) return kEither | reads;
   if (!aligned || reinterpret_cast<uintptr_t>(op.recv) % esize) return kStaged;
   auto& memory = c.me()->memory[op.seq & 1];
   if (sends) {
     memory.send = shared_place(op.send, given);
-    if (!memory.send.extent.nbytes) return kStaged;
+    if (!memory.send.extent.nbytes) {
+      if (!reads || !is_readable(op.send, given)) return kStaged;
+      memory.send.offset = reinterpret_cast<uint64_t>(op.send);
+      return kReadable | reads;
+    }
   }
   if (receives) {
     memory.recv = op.recv == op.send ? memory.send : shared_place(op.recv, taken);
     if (!memory.recv.extent.nbytes) return kStaged;
   }
-  return kShared;
+  return kShared | reads;
 }
 
 // All ranks read the same answers, and choose the same path. Where some can share and others can't,
@@ -94,13 +108,15 @@ uint8_t Collective::find_shared_arrays() {
 void Collective::choose_path() {
   ncclComm& c = comm();
   int parity = static_cast<int>(op.seq & 1);
-  bool any = false, all = true;
+  bool any = false, all = true, readable = false, all_read = true;
   for (int r = 0; r < c.size; ++r) {
-    uint8_t sharing = c.segment->rank(r)->sharing[parity];
-    any = any || sharing == kShared;
+    uint8_t published = c.segment->rank(r)->sharing[parity], sharing = published & kSharingMask;
+    any = any || sharing == kShared || sharing == kReadable;
     all = all && sharing != kStaged;
+    readable = readable || sharing == kReadable;
+    all_read = all_read && (published & kReads);
   }
-  in_place = any && all;
+  in_place = any && all && (all_read || !readable);
   if (in_place) {
     rounds = 1;
     two_phase = false;
@@ -134,10 +150,20 @@ void Collective::work_in_place() {
   char* to = static_cast<char*>(op.recv);
   bool root = c.rank == op.root;
   auto sent_by = [&](int r) { return peer_array(r, false); };
-  auto take = [&](void* into, const char* from) {
-    if (!from || into == from) return;
+  Error unread;  // of a read of a peer's memory
+  std::mutex unread_lock;
+  auto take = [&](char* into, int r, size_t offset) {
+    const SharedPlace& place = c.segment->rank(r)->memory[op.seq & 1].send;
+    bool read = r != c.rank && !place.extent.nbytes;
+    const char* from = read ? nullptr : sent_by(r);
+    if (error || (!read && into == from + offset)) return;
     in_parts(c, nbytes, 1, [&](size_t begin, size_t end, size_t) {
-      if (!peer_gave_up()) move(static_cast<char*>(into) + begin, from + begin, end - begin);
+      if (peer_gave_up()) return;
+      if (!read) return move(into + begin, from + offset + begin, end - begin);
+      Error e = read_peer(c, r, into + begin, place.offset + offset + begin, end - begin);
+      if (!e) return;
+      std::lock_guard<std::mutex> lock(unread_lock);
+      if (!unread) unread = e;
     });
   };
   switch (op.kind) {
@@ -199,25 +225,29 @@ void Collective::work_in_place() {
     case CollKind::AllGather:
       for (int i = 0; i < c.size && !error; ++i) {
         int r = (c.rank + i) % c.size;
-        take(to + r * nbytes, sent_by(r));
+        take(to + r * nbytes, r, 0);
       }
       break;
     case CollKind::AllToAll:
       for (int i = 0; i < c.size && !error; ++i) {
         int r = (c.rank + i) % c.size;
-        if (const char* from = sent_by(r)) take(to + r * nbytes, from + c.rank * nbytes);
+        take(to + r * nbytes, r, c.rank * nbytes);
       }
       break;
     case CollKind::Broadcast:
-      take(to, sent_by(op.root));
+      take(to, op.root, 0);
       break;
     case CollKind::Scatter:
-      if (const char* from = sent_by(op.root)) take(to, from + c.rank * nbytes);
+      take(to, op.root, c.rank * nbytes);
       break;
     default: break;
   }
   std::vector<int> gone;
   if (!error && peer_gave_up(&gone)) error = remote_error(c, gone, gone);
+  if (!error && unread) {  // the process that it was read from may have ended
+    gone = failed_peers(c, true);
+    error = gone.empty() ? unread : remote_error(c, gone, gone);
+  }
   if (error) return;  // what isn't done must not be counted: the others would take it for done
   c.me()->reduced.store(base + 1, std::memory_order_release);
   c.wake_sleepers();

@@ -22,7 +22,10 @@ constexpr int kSlots = 2;  // a rank fills one while its peers still read the ot
 enum Sharing : uint8_t {
   kStaged = 0,  // no
   kShared = 1,
-  kEither = 2   // they need not
+  kEither = 2,    // they need not
+  kReadable = 3,  // by process_vm_readv alone: memory.send.offset is the address in its process
+  kSharingMask = 0x0f,
+  kReads = 0x10   // with one of these: this rank can read the others' so
 };
 
 enum RankState : uint32_t {
@@ -60,7 +63,7 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> posted;  // rounds put into this rank's slots
   uint64_t call_key[2];
   uint64_t scalar[2];  // pre-mul-sum
-  uint8_t sharing[2];  // what of its memory the peers can use in place: collective.cpp
+  uint8_t sharing[2];  // what of its memory the peers can use in place: Sharing
   alignas(kLine) std::atomic<uint64_t> reduced;   // rounds whose own slice has been reduced (two-phase all-reduce)
   std::atomic<uint64_t> stopped;  // rounds in which this rank, which has failed, touches nobody's memory any more
   alignas(kLine) std::atomic<uint64_t> consumed;  // rounds whose slots this rank no longer reads
@@ -71,6 +74,7 @@ struct RankBlock {
   std::atomic<uint32_t> sleeping;
   std::atomic<int32_t> waiting_for; // a rank, or -1: anybody
   int32_t pid;
+  uint64_t probe_address, probe;    // what peers try to read: peer_memory.h
   int32_t cause;                    // collHostErrorKind_t of the error with which this rank failed, and whom it was
   uint8_t cause_peers[COLL_HOST_MAX_RANKS / 8];  // about; written before state
   alignas(kLine) std::atomic<uint64_t> split_posted;  // the exchange before a split, apart from the rounds above

@@ -11,6 +11,7 @@ from tests import oracle
 from tests.conformance.cases import COLLECTIVES, REDUCTIONS, ROOTED, Case, run_cases, sizes
 from tests.conformance.worlds import WORLDS, check
 from tests.oracle import DTYPES
+from tests.ranks import run_ranks
 
 ALL_OPS = (*oracle.OPS, "premul")
 
@@ -133,9 +134,15 @@ def past_the_caches(ctx):
     return run_cases(ctx, cases)
 
 
+# Read by the kernel (process_vm_readv) where that is allowed, staged where one rank may not.
+@pytest.mark.parametrize("reads", ["all", "none", "all but one"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_past_the_caches(n):
-    check(past_the_caches, "host", n, chunk=None)
+def test_past_the_caches(n, reads):
+    forbidden = {"all": 0, "none": n, "all but one": 1}[reads]
+    same = {"COLLECTIVES_TEST_READS": reads}  # a communicator of its own on all ranks
+    envs = [{**same, "COLLECTIVES_CMA": "0"} if rank >= n - forbidden else same for rank in range(n)]
+    found = run_ranks(past_the_caches, n, env=envs)
+    assert not any(found), found
 
 
 def factors_over_one_rank(ctx):
