@@ -244,8 +244,12 @@ void Collective::work_in_place() {
   }
   std::vector<int> gone;
   if (!error && peer_gave_up(&gone)) error = remote_error(c, gone, gone);
-  if (!error && unread) {  // the process that it was read from may have ended
+  if (!error && unread) {  // a process that ends gives its memory back some time before it counts as ended
     gone = failed_peers(c, true);
+    for (int64_t until = now_ns() + kLinger; gone.empty() && now_ns() < until; gone = failed_peers(c, true)) {
+      struct timespec nap = {0, 1000 * 1000};
+      nanosleep(&nap, nullptr);
+    }
     error = gone.empty() ? unread : remote_error(c, gone, gone);
   }
   if (error) return;  // what isn't done must not be counted: the others would take it for done
