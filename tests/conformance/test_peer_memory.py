@@ -1,4 +1,4 @@
-"""Reading a peer's memory by the kernel: ranks that die meanwhile, ranks as threads, memory that goes away."""
+"""Reading a peer's memory by the kernel: a rank that dies meanwhile, and arrays that are new in each call."""
 
 from __future__ import annotations
 
