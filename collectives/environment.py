@@ -21,11 +21,12 @@ KNOWN = frozenset(
     for name in """
     ALGORITHM AUTO AUTO_CHILDREN AUTO_TIMEOUT BLOCK CHECK CHUNK CMA ELASTIC_RANKS ELASTIC_STORE ENGINE ERROR_FEEDBACK
     FLIGHT_DIR FLIGHT_LINES HOST_CHUNK HOST_ID HOST_LIBRARY ISA JOB_ID KERNEL_THREADS NCCL_LIBRARY NO_FLIGHT
-    NO_WINDOWS OVERLAP REQUIRE_GPU SECRET SECRET_FILE STOCHASTIC_ROUNDING STREAMS TIMELINE TUNE_FILE WIRE
+    NO_WINDOWS OVERLAP REQUIRE_GPU SECRET SECRET_FILE SHARE_AFTER STOCHASTIC_ROUNDING STREAMS TIMELINE TUNE_FILE WIRE
     """.split()
 )
 _OTHERS = ("COLLECTIVES_TEST_",)  # the tests' own
 _LONGEST_LABEL = 255
+_MOST_USES = 1024  # of memory before it becomes shared: host/shared_by_use.cpp
 
 _warned: set[str] = set()
 
@@ -56,6 +57,12 @@ def read_label(name: str) -> str:
     return value
 
 
+def _check_number(name: str, most: int) -> None:
+    value = os.environ.get(name, "").strip()
+    if value and not (value.isascii() and value.isdigit() and int(value) <= most):
+        raise InvalidArgument(f"{name} must be a number from 0 to {most}, not {value!r}")
+
+
 def check_variables() -> None:
     """Check the variables that all communicators use; warn once of each unknown COLLECTIVES_ one.
 
@@ -63,6 +70,7 @@ def check_variables() -> None:
     """
     read_switch("COLLECTIVES_CHECK")
     read_label("COLLECTIVES_HOST_ID")
+    _check_number("COLLECTIVES_SHARE_AFTER", _MOST_USES)
     for name, near in find_unknown(os.environ).items():
         if name not in _warned:
             _warned.add(name)

@@ -6,6 +6,7 @@
 
 #include "comm.h"
 #include "coll/reduce.h"
+#include "heap.h"
 #include "operation.h"
 #include "segment.h"
 
@@ -23,6 +24,7 @@ struct Collective {
   bool past_caches = false;
   int blocked_on = -1;
   Error error;
+  SharedMemoryUse shared_memory_use;
   coll_share share{};  // statistics so far; written to the caller's when the call has succeeded
 
   explicit Collective(const Op& o) : op(o) {}
@@ -52,6 +54,7 @@ struct Collective {
 
   uint8_t find_shared_arrays();
   void choose_path();
+  bool is_apart(int rank, const SharedPlace& place) const;
   char* peer_array(int rank, bool receives);
   void work_in_place();
   bool touches(int rank) const;

@@ -12,7 +12,9 @@
 #include <mutex>
 #include <vector>
 
+#include "malloc_mapping.h"
 #include "memory.h"
+#include "shared_by_use.h"
 #include "system.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -29,15 +31,19 @@ constexpr size_t kWindow = 64 << 20;
 
 std::atomic<uint64_t> g_bytes{0};
 
-size_t page_size() {
-  static const size_t size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return size;
-}
+enum class Origin : uint8_t {
+  kAllocated,   // by ncclMemAlloc
+  kRegistered,  // was the caller's memory before
+  kUsed         // the same, by note_use(): the caller may free it at any time
+};
 
 struct Allocation {
   Extent extent;
-  bool registered;  // was the caller's memory before
-  int users;
+  Origin origin;
+  int users;         // of kRegistered
+  uint64_t mark[2];  // of kUsed: what its last 16 bytes hold, which nobody else uses, until it is freed
+  uint32_t uses;
+  int in_flight;     // of kUsed: calls whose peers may write to it
 };
 
 struct Heap {
@@ -59,16 +65,15 @@ auto& peers() {
   static auto* table = new std::map<uint64_t, PeerHeap*>;
   return *table;
 }
-std::atomic<bool> g_used{false};  // something was ever allocated or registered
+std::atomic<bool> g_used{false};  // something was ever allocated, registered or shared by use
 
-// The allocation that holds all of a range of memory, or allocations.end(). Under tables_lock().
-auto holding(const void* address, size_t nbytes) {
-  auto& allocations = heap().allocations;
-  uintptr_t at = reinterpret_cast<uintptr_t>(address);
-  auto above = allocations.upper_bound(at);
-  if (above == allocations.begin()) return allocations.end();
-  auto found = std::prev(above);
-  return at + nbytes <= found->first + found->second.extent.nbytes ? found : allocations.end();
+// Whether memory of kUsed is still what was shared. Where it was freed, its mapping is gone: nothing
+// is there, or other memory without the mark.
+bool is_alive(uintptr_t base, const Allocation& known) {
+  if (known.origin != Origin::kUsed) return true;
+  uint64_t found[2];
+  const char* end = reinterpret_cast<const char*>(base) + known.extent.nbytes;
+  return read_own(end - sizeof found, found, sizeof found) && !memcmp(found, known.mark, sizeof found);
 }
 
 // In a forked child: the parent's extents become private copies, made as they are written to, so
@@ -77,6 +82,7 @@ void leave_parents_heap() {
   Heap& h = heap();
   for (const auto& [address, allocation] : h.allocations) {
     g_bytes -= allocation.extent.nbytes;
+    if (!is_alive(address, allocation)) continue;
     mmap(reinterpret_cast<void*>(address), allocation.extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
          h.fd, static_cast<off_t>(allocation.extent.offset));
   }
@@ -191,36 +197,88 @@ char* map_own(const Extent& extent, int* code) {
 
 size_t whole_pages(size_t nbytes) { return (nbytes + page_size() - 1) / page_size() * page_size(); }
 
-// The mapping that malloc made for one large allocation, known by the two words before it; nbytes
-// 0: it is none.
-struct OwnMapping {
-  char* base = nullptr;
-  size_t nbytes = 0;
-};
+// Forget memory that its owner has freed. Under tables_lock().
+auto forget(std::map<uintptr_t, Allocation>::iterator freed) {
+  give_back(freed->second.extent);
+  g_bytes -= freed->second.extent.nbytes;
+  note_freed(freed->second.uses);
+  return heap().allocations.erase(freed);
+}
 
-#if defined(__has_attribute) && __has_attribute(no_sanitize)
-__attribute__((no_sanitize("address")))  // its malloc lets nobody read what is before an allocation
-#endif
-OwnMapping mapping_of(void* address, size_t nbytes) {
-#if defined(__GLIBC__) && __SIZEOF_POINTER__ == 8
-  // glibc puts the size of a chunk, with three flags in its low bits, before it, and before that,
-  // for a chunk that is a mapping, how far the mapping's begin is. Both must make whole pages that
-  // hold exactly what the caller says. A chunk never begins at a page's first byte, so the words
-  // before it can be read.
+void forget_all_freed() {
+  auto& allocations = heap().allocations;
+  for (auto it = allocations.begin(); it != allocations.end();) it = is_alive(it->first, it->second) ? std::next(it) : forget(it);
+}
+
+// The allocation that holds all of a range of memory, or allocations.end(). Under tables_lock().
+auto holding(const void* address, size_t nbytes) {
+  auto& allocations = heap().allocations;
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
-  if (at % page_size() < 2 * sizeof(size_t) || at % 16) return {};
-  const size_t* words = static_cast<const size_t*>(address) - 2;
-  constexpr size_t kIsMapping = 2, kFlags = 7;
-  if ((words[1] & kFlags) != kIsMapping) return {};
-  size_t before = words[0], size = words[1] & ~kFlags;
-  uintptr_t chunk = at - 2 * sizeof(size_t), base = chunk - before;
-  if (before >= at || base % page_size() || (before + size) % page_size()) return {};
-  if (at + nbytes > base + before + size || base + before + size - (at + nbytes) >= page_size() + 64) return {};
-  return {reinterpret_cast<char*>(base), before + size};
-#else
-  (void)address, (void)nbytes;
-  return {};
-#endif
+  auto above = allocations.upper_bound(at);
+  if (above == allocations.begin()) return allocations.end();
+  auto found = std::prev(above);
+  if (at + nbytes > found->first + found->second.extent.nbytes) return allocations.end();
+  if (is_alive(found->first, found->second)) return found;
+  forget(found);
+  return allocations.end();
+}
+
+// A realloc must not let a mapping grow over what comes next in the file. mremap refuses memory with
+// two kinds of advice, and realloc then copies. (Of a file without a disk the advice means nothing.)
+void forbid_growth(char* base, size_t nbytes) { madvise(base + nbytes - page_size(), page_size(), MADV_RANDOM); }
+
+SharedPlace place_in(std::map<uintptr_t, Allocation>::iterator known, const void* address) {
+  const Extent& extent = known->second.extent;
+  return {extent, extent.offset + (reinterpret_cast<uintptr_t>(address) - known->first)};
+}
+
+// Turn a mapping of malloc's into shared memory at its address. Under tables_lock().
+Allocation* share(const OwnMapping& own, Origin origin) {
+  Error error;
+  Extent extent;
+  if (!own.nbytes || !enough_memory("ncclCommRegister", own.nbytes, &error) || !open_heap(&error)) return nullptr;
+  forget_all_freed();
+  if (!take_extent(own.nbytes, &extent, &error)) return nullptr;
+  int code;
+  char* copy = map_own(extent, &code);
+  if (!copy) return nullptr;
+  memcpy(copy, own.base, own.nbytes);
+  // In one step, so that nobody finds the address without memory.
+  if (mremap(copy, own.nbytes, own.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, own.base) == MAP_FAILED) {
+    munmap(copy, extent.nbytes);
+    give_back(extent);
+    return nullptr;
+  }
+  forbid_growth(own.base, own.nbytes);
+  g_used.store(true, std::memory_order_release);
+  g_bytes += extent.nbytes;
+  return &(heap().allocations[reinterpret_cast<uintptr_t>(own.base)] = {extent, origin, 1, {}, 0, 0});
+}
+
+// Make shared memory the caller's own again, whatever other threads write to it meanwhile: from one
+// moment on writes go to private copies of the pages, and then all pages are copied. Whatever
+// happens, it is forgotten: it may be freed, and its address used for something else. Where there is
+// no memory for the copies, the extent keeps its place in the file until the program ends. Under
+// tables_lock().
+auto make_private(std::map<uintptr_t, Allocation>::iterator found) {
+  char* base = reinterpret_cast<char*>(found->first);
+  Extent extent = found->second.extent;
+  auto next = heap().allocations.erase(found);
+  if (mmap(base, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, heap().fd,
+           static_cast<off_t>(extent.offset)) == MAP_FAILED)
+    return next;
+  forbid_growth(base, extent.nbytes);
+  int code;
+  do code = madvise(base, extent.nbytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+  while (code == EINTR || code == EAGAIN);
+  if (code == EINVAL) {  // before Linux 5.14
+    for (size_t at = 0; at < extent.nbytes; at += page_size()) __atomic_fetch_or(base + at, 0, __ATOMIC_RELAXED);
+  } else if (code) {
+    return next;
+  }
+  give_back(extent);
+  g_bytes -= extent.nbytes;
+  return next;
 }
 
 }  // namespace
@@ -237,7 +295,7 @@ ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
   int code;
   char* address = map_own(extent, &code);
   if (!address) return raise(no_memory("ncclMemAlloc", nbytes, strerror(code)));
-  heap().allocations[reinterpret_cast<uintptr_t>(address)] = {extent, false, 1};
+  heap().allocations[reinterpret_cast<uintptr_t>(address)] = {extent, Origin::kAllocated, 1, {}, 0, 0};
   g_used.store(true, std::memory_order_release);
   g_bytes += rounded;
   *ptr = address;
@@ -248,7 +306,7 @@ ncclResult_t memory_free(void* ptr) {
   if (!ptr) return ncclSuccess;
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = heap().allocations.find(reinterpret_cast<uintptr_t>(ptr));
-  if (found == heap().allocations.end() || found->second.registered)
+  if (found == heap().allocations.end() || found->second.origin != Origin::kAllocated)
     return raise(collHostErrorArgument, "ncclMemFree", format("%p was not given by ncclMemAlloc", ptr));
   Extent extent = found->second.extent;
   heap().allocations.erase(found);
@@ -261,29 +319,10 @@ ncclResult_t memory_free(void* ptr) {
 bool memory_share(void* address, size_t nbytes) {
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = holding(address, nbytes);
-  if (found != heap().allocations.end()) {
-    if (found->second.registered) ++found->second.users;
-    return true;
-  }
-  OwnMapping own = mapping_of(address, nbytes);
-  Error error;
-  Extent extent;
-  if (!own.nbytes || !enough_memory("ncclCommRegister", own.nbytes, &error) || !open_heap(&error) ||
-      !take_extent(own.nbytes, &extent, &error))
-    return false;
-  int code;
-  char* copy = map_own(extent, &code);
-  if (!copy) return false;
-  memcpy(copy, own.base, own.nbytes);
-  // In one step, so that nobody finds the address without memory.
-  if (mremap(copy, own.nbytes, own.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, own.base) == MAP_FAILED) {
-    munmap(copy, extent.nbytes);
-    give_back(extent);
-    return false;
-  }
-  heap().allocations[reinterpret_cast<uintptr_t>(own.base)] = {extent, true, 1};
-  g_used.store(true, std::memory_order_release);
-  g_bytes += extent.nbytes;
+  if (found == heap().allocations.end()) return share(mapping_of(address, nbytes), Origin::kRegistered);
+  Allocation& known = found->second;
+  if (known.origin == Origin::kRegistered) ++known.users;
+  if (known.origin == Origin::kUsed) known.origin = Origin::kRegistered, known.users = 1;
   return true;
 }
 
@@ -291,22 +330,53 @@ void memory_unshare(void* address) {
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = holding(address, 1);
   if (found == heap().allocations.end()) return;
-  Allocation& known = found->second;
-  if (!known.registered || --known.users) return;
-  void* base = reinterpret_cast<void*>(found->first);
-  Extent extent = known.extent;
-  void* copy = mmap(nullptr, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  // Whatever happens, the address is forgotten: it may be freed, and given to something else. Where
-  // there is no memory for the copy, the extent keeps its place in the file until the program ends.
-  heap().allocations.erase(found);
-  if (copy == MAP_FAILED) return;
-  memcpy(copy, base, extent.nbytes);
-  if (mremap(copy, extent.nbytes, extent.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, base) == MAP_FAILED) {
-    munmap(copy, extent.nbytes);
-    return;
+  if (found->second.origin == Origin::kRegistered && !--found->second.users) make_private(found);
+}
+
+bool memory_share_used(void* address, size_t nbytes) {
+  OwnMapping own = mapping_of(address, nbytes);
+  uint64_t mark[2];
+  if (own.spare < sizeof mark || !is_replaceable(own)) return false;
+  void* end = own.base + own.nbytes - sizeof mark;
+  Allocation* known = read_own(end, mark, sizeof mark) ? share(own, Origin::kUsed) : nullptr;
+  if (!known) return false;
+  random_bytes(mark, sizeof mark);
+  memcpy(end, mark, sizeof mark);
+  memcpy(known->mark, mark, sizeof mark);
+  return true;
+}
+
+void forget_freed() { forget_all_freed(); }
+
+void heap_before_fork() {
+  auto& allocations = heap().allocations;
+  bool any = false;
+  for (const auto& [address, known] : allocations) any = any || known.origin == Origin::kUsed;
+  if (!any || pages_may_be_pinned()) return;
+  forget_all_freed();
+  for (auto it = allocations.begin(); it != allocations.end();)
+    it = it->second.origin == Origin::kUsed && !it->second.in_flight ? make_private(it) : std::next(it);
+}
+
+SharedPlace SharedMemoryUse::place(const void* address, size_t nbytes) {
+  if (!g_used.load(std::memory_order_acquire)) return {};
+  std::lock_guard<std::mutex> hold(tables_lock());
+  auto found = holding(address, nbytes);
+  if (found == heap().allocations.end()) return {};
+  if (found->second.origin == Origin::kUsed) {
+    ++found->second.in_flight;
+    note_shared_use(++found->second.uses);
+    bases_[count_++] = found->first;
   }
-  give_back(extent);
-  g_bytes -= extent.nbytes;
+  return place_in(found, address);
+}
+
+void SharedMemoryUse::end() {
+  std::lock_guard<std::mutex> hold(tables_lock());
+  while (count_) {
+    auto found = heap().allocations.find(bases_[--count_]);
+    if (found != heap().allocations.end()) --found->second.in_flight;
+  }
 }
 
 SharedPlace shared_place(const void* address, size_t nbytes) {
@@ -314,8 +384,7 @@ SharedPlace shared_place(const void* address, size_t nbytes) {
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = holding(address, nbytes);
   if (found == heap().allocations.end()) return {};
-  const Extent& extent = found->second.extent;
-  return {extent, extent.offset + (reinterpret_cast<uintptr_t>(address) - found->first)};
+  return place_in(found, address);
 }
 
 char* own_address(const SharedPlace& place) {

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "error.h"
@@ -35,9 +36,37 @@ ncclResult_t memory_free(void* ptr);
 bool memory_share(void* address, size_t nbytes);
 void memory_unshare(void* address);
 
+// The same for memory whose owner doesn't know of it, and may free it. With spare bytes at its end,
+// which hold a mark for as long as it is there. Under tables_lock().
+bool memory_share_used(void* address, size_t nbytes);
+// Let go of what was freed of it. Under tables_lock().
+void forget_freed();
+// Make it private memory again, so that a child has its contents at the time of the fork; but for
+// what a call is using, whose peers may write to it. Under tables_lock().
+void heap_before_fork();
+
 // Where memory of this process is in its file; extent.nbytes 0 where not all of it is one shared
 // extent's.
 SharedPlace shared_place(const void* address, size_t nbytes);
+// The shared memory that one call of this process uses, from looking it up to the call's end.
+class SharedMemoryUse {
+ public:
+  SharedMemoryUse() = default;
+  SharedMemoryUse(SharedMemoryUse&& other) noexcept : count_(other.count_) {
+    std::copy(other.bases_, other.bases_ + count_, bases_);
+    other.count_ = 0;
+  }
+  SharedMemoryUse& operator=(SharedMemoryUse&&) = delete;
+  ~SharedMemoryUse() { if (count_) end(); }
+  // shared_place() of an array of the call's, of which there are at most two.
+  SharedPlace place(const void* address, size_t nbytes);
+
+ private:
+  void end();
+  uintptr_t bases_[2];
+  int count_ = 0;
+};
+
 // The address in this process of a place in its own file, for ranks that are threads of one
 // process.
 char* own_address(const SharedPlace& place);

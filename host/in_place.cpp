@@ -19,6 +19,7 @@
 #include "peer_memory.h"
 #include "peers.h"
 #include "pool.h"
+#include "shared_by_use.h"
 #include "system.h"
 
 namespace coll {
@@ -30,6 +31,8 @@ constexpr size_t kLeastShared = 8 << 10;
 // pins pages and writes into the caches. Where ranks take turns on cores the pages cost more.
 constexpr size_t kLeastRead = 128 << 10;
 constexpr size_t kMostRead = 16 << 20, kMostReadInTurns = 4 << 20;
+// From how much on an all-reduce is.
+constexpr size_t kLeastReduced = 1 << 20, kLeastReducedInTurns = 4 << 20;
 // What one thread does at a time where several share the work, and from how much on they do.
 constexpr size_t kPart = 512 << 10;
 constexpr size_t kShareFrom = 4 << 20;
@@ -57,6 +60,14 @@ void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
   }, &parts);
 }
 
+// The place of an array of this rank's in shared memory, where it is there; the call uses all of
+// `whole`, which may become shared by that.
+SharedPlace find_or_share(SharedMemoryUse& use, const void* array, size_t nbytes, const void* whole, size_t whole_bytes) {
+  SharedPlace place = use.place(array, nbytes);
+  if (place.extent.nbytes || !note_use(whole, whole_bytes)) return place;
+  return use.place(array, nbytes);
+}
+
 }  // namespace
 
 // What this rank's memory allows in this call, and where it is. Each rank publishes its own;
@@ -82,24 +93,35 @@ uint8_t Collective::find_shared_arrays() {
   }
   // Where all ranks send and receive. With one sender, staging has two cores copy.
   bool exchanges = op.kind == CollKind::AllGather || op.kind == CollKind::AllToAll;
-  bool worthwhile = op.bytes() >= kLeastRead && op.bytes() * n <= (c.spin ? kMostRead : kMostReadInTurns);
-  uint8_t reads = exchanges && worthwhile && can_read_peers(c) ? kReads : 0;
+  bool worthwhile = op.kind == CollKind::AllReduce
+                        ? op.bytes() >= (c.spin ? kLeastReduced : kLeastReducedInTurns)
+                        : exchanges && op.bytes() >= kLeastRead && op.bytes() * n <= (c.spin ? kMostRead : kMostReadInTurns);
+  uint8_t reads = worthwhile && can_read_peers(c) ? kReads : 0;
   if (!sends && !receives) return kEither | reads;
   if (!aligned || reinterpret_cast<uintptr_t>(op.recv) % esize) return kStaged;
   auto& memory = c.me()->memory[op.seq & 1];
+  const char* to = static_cast<const char*>(op.recv);
+  bool part_of_result = op.kind == CollKind::AllGather && op.send == to + static_cast<size_t>(c.rank) * given;
+  uint8_t how = kShared;
+  // Publishes an array, by its address where it isn't shared. false: it can't be used in place.
+  auto publish = [&](SharedPlace* place, const SharedPlace& found, const void* array, size_t nbytes) {
+    *place = found;
+    if (found.extent.nbytes) return true;
+    if (!reads || !is_readable(array, nbytes)) return false;
+    place->offset = reinterpret_cast<uint64_t>(array);
+    how = kReadable;
+    return true;
+  };
   if (sends) {
-    memory.send = shared_place(op.send, given);
-    if (!memory.send.extent.nbytes) {
-      if (!reads || !is_readable(op.send, given)) return kStaged;
-      memory.send.offset = reinterpret_cast<uint64_t>(op.send);
-      return kReadable | reads;
-    }
+    const void* whole = part_of_result ? to : op.send;
+    SharedPlace found = find_or_share(shared_memory_use, op.send, given, whole, part_of_result ? given * n : given);
+    if (!publish(&memory.send, found, op.send, given)) return kStaged;
   }
   if (receives) {
-    memory.recv = op.recv == op.send ? memory.send : shared_place(op.recv, taken);
-    if (!memory.recv.extent.nbytes) return kStaged;
+    if (op.recv == op.send) memory.recv = memory.send;
+    else if (!publish(&memory.recv, find_or_share(shared_memory_use, to, taken, to, taken), to, taken)) return kStaged;
   }
-  return kShared | reads;
+  return how | reads;
 }
 
 // All ranks read the same answers, and choose the same path. Where some can share and others can't,
@@ -129,6 +151,11 @@ void Collective::choose_path() {
   }
 }
 
+// Whether a rank's array can only be reached by the system.
+bool Collective::is_apart(int rank, const SharedPlace& place) const {
+  return rank != comm().rank && !place.extent.nbytes;
+}
+
 // Where the data is that a rank sends, or where it wants the result. NULL after an error.
 char* Collective::peer_array(int rank, bool receives) {
   ncclComm& c = comm();
@@ -144,26 +171,43 @@ char* Collective::peer_array(int rank, bool receives) {
   return address;
 }
 
+namespace {
+
+// Memory for copies of the peers', of this thread.
+char* scratch(size_t nbytes) {
+  static thread_local std::unique_ptr<char[]> memory;
+  static thread_local size_t size = 0;
+  if (nbytes > size) {
+    memory.reset(new char[nbytes]);
+    size = nbytes;
+  }
+  return memory.get();
+}
+
+}  // namespace
+
 void Collective::work_in_place() {
   ncclComm& c = comm();
   size_t esize = type_size(op.type), nbytes = op.bytes();
   char* to = static_cast<char*>(op.recv);
   bool root = c.rank == op.root;
   auto sent_by = [&](int r) { return peer_array(r, false); };
-  Error unread;  // of a read of a peer's memory
-  std::mutex unread_lock;
+  Error unreachable;  // a peer's memory
+  std::mutex unreachable_lock;
+  auto keep = [&](Error e) {
+    if (!e) return;
+    std::lock_guard<std::mutex> lock(unreachable_lock);
+    if (!unreachable) unreachable = std::move(e);
+  };
   auto take = [&](char* into, int r, size_t offset) {
     const SharedPlace& place = c.segment->rank(r)->memory[op.seq & 1].send;
-    bool read = r != c.rank && !place.extent.nbytes;
+    bool read = is_apart(r, place);
     const char* from = read ? nullptr : sent_by(r);
     if (error || (!read && into == from + offset)) return;
     in_parts(c, nbytes, 1, [&](size_t begin, size_t end, size_t) {
       if (peer_gave_up()) return;
-      if (!read) return move(into + begin, from + offset + begin, end - begin);
-      Error e = read_peer(c, r, into + begin, place.offset + offset + begin, end - begin);
-      if (!e) return;
-      std::lock_guard<std::mutex> lock(unread_lock);
-      if (!unread) unread = e;
+      if (read) keep(read_peer(c, r, into + begin, place.offset + offset + begin, end - begin));
+      else move(into + begin, from + offset + begin, end - begin);
     });
   };
   switch (op.kind) {
@@ -177,24 +221,32 @@ void Collective::work_in_place() {
       size_t first = scatters ? 0 : slice_begin(op.count, esize, c.size, c.rank);
       size_t last = scatters ? op.count : slice_begin(op.count, esize, c.size, c.rank + 1);
       size_t from = scatters ? c.rank * nbytes : first * esize;
-      for (int r = 0; r < c.size && !error; ++r) sources[r] = sent_by(r) + from;
+      uint64_t read_from[kMaxRanks] = {}, written_to[kMaxRanks] = {};  // by the system; 0: the memory is shared
+      size_t apart = 0;
+      for (int r = 0; r < c.size && !error; ++r) {
+        const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
+        if (is_apart(r, memory.send)) read_from[r] = memory.send.offset + from, ++apart;
+        else sources[r] = sent_by(r) + from;
+        if (op.kind == CollKind::AllReduce && is_apart(r, memory.recv)) written_to[r] = memory.recv.offset + from;
+      }
       coll_reduction how = reduction(scalars);
       int n = 0;
       // An array that is both is one address: a peer's memory may be mapped twice, and the kernel
       // compares addresses.
       auto out_of = [&](int r) -> void* {
         const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
-        if (r != c.rank && memory.send.offset == memory.recv.offset) return const_cast<void*>(sources[r]);
+        if (r != c.rank && memory.send.offset == memory.recv.offset && memory.send.extent.nbytes) return const_cast<void*>(sources[r]);
         return peer_array(r, true) + first * esize;
       };
       if (op.kind == CollKind::AllReduce) {
-        for (int i = 0; i < c.size && !error; ++i) outs[n++] = out_of((c.rank + i) % c.size);
+        for (int i = 0; i < c.size && !error; ++i)
+          if (int r = (c.rank + i) % c.size; !written_to[r]) outs[n++] = out_of(r);
       } else {
         outs[n++] = scatters ? to : out_of(op.root);
       }
       if (error) break;
       how.copy_count = n - 1;
-      how.past_caches = past_caches && outs[0] != sources[c.rank];  // in place the lines are in the caches: it takes 1.3 times as long
+      how.past_caches = past_caches && !apart && outs[0] != sources[c.rank];  // in place the lines are in the caches: it takes 1.3 times as long
       size_t read_at_once = esize * static_cast<size_t>(c.size), parts = parts_of(last - first, read_at_once);
       std::unique_ptr<coll_share[]> shares;  // of each part, since the parts end in any order
       if (op.share) {
@@ -209,9 +261,22 @@ void Collective::work_in_place() {
         coll_reduction part = how;
         part.copies = copies;
         if (shares) part.share = &shares[index];
-        for (int r = 0; r < c.size; ++r) some[r] = static_cast<const char*>(sources[r]) + begin * esize;
+        size_t part_bytes = (end - begin) * esize;
+        char* copy = apart ? scratch(apart * part_bytes) : nullptr;
+        for (int r = 0; r < c.size; ++r) {
+          if (!read_from[r]) {
+            some[r] = static_cast<const char*>(sources[r]) + begin * esize;
+            continue;
+          }
+          keep(read_peer(c, r, copy, read_from[r] + begin * esize, part_bytes));
+          some[r] = copy;
+          copy += part_bytes;
+        }
         for (int i = 1; i < n; ++i) copies[i - 1] = static_cast<char*>(outs[i]) + begin * esize;
-        reduce(static_cast<char*>(outs[0]) + begin * esize, some, c.size, end - begin, part);
+        char* out = static_cast<char*>(outs[0]) + begin * esize;
+        reduce(out, some, c.size, end - begin, part);
+        for (int i = 1; i < c.size; ++i)
+          if (int r = (c.rank + i) % c.size; written_to[r]) keep(write_peer(c, r, written_to[r] + begin * esize, out, part_bytes));
       });
       for (size_t i = 0; shares && i < parts; ++i) {
         share.sum_of_squares += shares[i].sum_of_squares;
@@ -244,13 +309,13 @@ void Collective::work_in_place() {
   }
   std::vector<int> gone;
   if (!error && peer_gave_up(&gone)) error = remote_error(c, gone, gone);
-  if (!error && unread) {  // a process that ends gives its memory back some time before it counts as ended
+  if (!error && unreachable) {  // a process that ends gives its memory back some time before it counts as ended
     gone = failed_peers(c, true);
     for (int64_t until = now_ns() + kLinger; gone.empty() && now_ns() < until; gone = failed_peers(c, true)) {
       struct timespec nap = {0, 1000 * 1000};
       nanosleep(&nap, nullptr);
     }
-    error = gone.empty() ? unread : remote_error(c, gone, gone);
+    error = gone.empty() ? unreachable : remote_error(c, gone, gone);
   }
   if (error) return;  // what isn't done must not be counted: the others would take it for done
   c.me()->reduced.store(base + 1, std::memory_order_release);

@@ -20,20 +20,24 @@ bool is_wanted() {
   return !text || strcmp(text, "0") != 0;
 }
 
-// Returns 0, or errno.
-int read_all(int pid, void* to, uint64_t address, size_t nbytes) {
-  char* at = static_cast<char*>(to);
+using Transfer = ssize_t (*)(pid_t, const struct iovec*, unsigned long, const struct iovec*, unsigned long, unsigned long);
+
+// Copy between memory here and a process's, by process_vm_readv or _writev. Returns 0, or errno.
+int copy_all(Transfer transfer, int pid, void* here, uint64_t there, size_t nbytes) {
+  char* at = static_cast<char*>(here);
   while (nbytes) {
-    struct iovec here = {at, nbytes}, there = {reinterpret_cast<void*>(address), nbytes};
-    ssize_t some = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    struct iovec local = {at, nbytes}, remote = {reinterpret_cast<void*>(there), nbytes};
+    ssize_t some = transfer(pid, &local, 1, &remote, 1, 0);
     if (some < 0) return errno;
     if (some == 0) return EFAULT;
     at += some;
-    address += static_cast<uint64_t>(some);
+    there += static_cast<uint64_t>(some);
     nbytes -= static_cast<size_t>(some);
   }
   return 0;
 }
+
+int read_all(int pid, void* to, uint64_t address, size_t nbytes) { return copy_all(process_vm_readv, pid, to, address, nbytes); }
 
 bool try_peers(const ncclComm& c) {
   if (!is_wanted()) return false;
@@ -67,19 +71,32 @@ bool is_readable(const void* memory, size_t nbytes) {
   return process_vm_readv(getpid(), &here, 1, there, 2, 0) == 2;
 }
 
-Error read_peer(const ncclComm& c, int rank, void* to, uint64_t address, size_t nbytes) {
-  int pid = c.pids[static_cast<size_t>(rank)];
-  int reason = 0;
-  if (pid == getpid()) {
-    memcpy(to, reinterpret_cast<const void*>(address), nbytes);
-  } else {
-    reason = read_all(pid, to, address, nbytes);
-  }
+namespace {
+
+Error access_error(int rank, const char* what, size_t nbytes, int reason) {
   if (!reason) return {};
-  Error error = make_error(collHostErrorMemory, format("rank %d's memory could not be read: %s", rank, strerror(reason)));
+  Error error = make_error(collHostErrorMemory, format("rank %d's memory could not be %s: %s", rank, what, strerror(reason)));
   error.peers = {rank};
   error.bytes = nbytes;
   return error;
+}
+
+}  // namespace
+
+Error read_peer(const ncclComm& c, int rank, void* to, uint64_t address, size_t nbytes) {
+  int pid = c.pids[static_cast<size_t>(rank)], reason = 0;
+  if (pid == getpid()) memcpy(to, reinterpret_cast<const void*>(address), nbytes);
+  else reason = read_all(pid, to, address, nbytes);
+  return access_error(rank, "read", nbytes, reason);
+}
+
+Error write_peer(const ncclComm& c, int rank, uint64_t address, const void* from, size_t nbytes) {
+  size_t at = static_cast<size_t>(rank);
+  int pid = c.pids[at], reason = 0;
+  if (pid == getpid()) memcpy(reinterpret_cast<void*>(address), from, nbytes);
+  else if (process_ended(pid, c.pidfds[at])) reason = ESRCH;  // another process may get the number
+  else reason = copy_all(process_vm_writev, pid, const_cast<void*>(from), address, nbytes);
+  return access_error(rank, "written", nbytes, reason);
 }
 
 }  // namespace coll

@@ -17,6 +17,8 @@
 #include <map>
 #include <stdexcept>
 
+#include "heap.h"
+
 namespace coll {
 namespace {
 
@@ -33,7 +35,7 @@ auto& watches() {
 struct ForkHandlers {
   ForkHandlers() {
     pthread_atfork(
-        [] { order_lock().lock(); tables_lock().lock(); },
+        [] { order_lock().lock(); tables_lock().lock(); heap_before_fork(); },
         [] { tables_lock().unlock(); order_lock().unlock(); },
         [] { tables_lock().unlock(); order_lock().unlock(); g_forks++; });
   }
