@@ -449,7 +449,12 @@ char* PeerHeap::address(const SharedPlace& place) {
   return m.base + (place.offset - m.extent.offset);
 }
 
-uint64_t memory_in_use() { return g_bytes; }
+uint64_t memory_in_use() {
+  std::lock_guard<std::mutex> hold(tables_lock());
+  forget_all_freed();
+  return g_bytes;
+}
+
 void count_memory(int64_t nbytes) { g_bytes += static_cast<uint64_t>(nbytes); }
 
 }  // namespace coll

@@ -10,7 +10,7 @@ block aren't counted; a time is the median over all blocks, of the slower rank. 
 module; DDP under `no_sync()`; a hook that does nothing, which shows what DDP takes itself, to copy
 gradients into buckets and back (`nothing_view`: with `gradient_as_bucket_view`, which leaves the
 copies out); torch's DDP with Gloo, with its bf16 and PowerSGD hooks, and followed by
-`clip_grad_norm_` and by AdamW(fused=True); torch's DDP with our hook (`hook`), and
+`clip_grad_norm_` and by AdamW(fused=True); torch's DDP with our hook (`hook`, `hook_view`), and
 with no hook on a process group of our backend (`backend`, `backend_view`); and
 `collectives.DistributedDataParallel` with it (`ours`, and what follows that name: the wire, ef for
 error feedback, clip for max_norm, adamw for optimizer=).

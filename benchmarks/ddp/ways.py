@@ -18,7 +18,7 @@ POWERSGD = f"powersgd{POWERSGD_RANK}"
 TORCH_POWERSGD_STARTS = 2  # torch's PowerSGD averages as Gloo does before this step; it takes no less
 
 GROUPS = {
-    "sync": ("plain", "no_sync", "nothing", "nothing_view", "gloo", "gloo_view", "hook", "ours"),
+    "sync": ("plain", "no_sync", "nothing", "nothing_view", "gloo", "gloo_view", "hook", "hook_view", "ours"),
     "backend": ("no_sync", "gloo", "gloo_view", "backend", "backend_view"),
     "compressed": (
         "no_sync", "gloo", "gloo_bf16", "gloo_powersgd", "ours", "ours_bf16", "ours_bf16_ef", "ours_int8_ef",
@@ -37,7 +37,7 @@ PEERS = {
 KINDS = {
     "plain": "own", "no_sync": "own", "nothing": "own", "nothing_view": "own", "gloo": "close", "gloo_view": "close",
     "backend": "close", "backend_view": "close",
-    "hook": "mean", "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
+    "hook": "mean", "hook_view": "mean", "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
     "ours_int8_ef": "int8", "gloo_powersgd": POWERSGD, "ours_powersgd": POWERSGD, "gloo_clip": "clipped",
     "ours_clip": "clipped", "gloo_adamw": "adamw", "ours_adamw": "adamw", "gloo_clip_adamw": "clipped adamw",
     "ours_clip_adamw": "clipped adamw",
@@ -109,7 +109,7 @@ class Way:
             self.context = self.module.no_sync
         elif name.startswith("nothing"):
             self.module.register_comm_hook(None, nothing)
-        elif name == "hook":
+        elif name.startswith("hook"):
             self.state = collectives.HookState(**(options or {}))
             self.module.register_comm_hook(self.state, collectives.fused_allreduce)
         elif name == "gloo_bf16":

@@ -26,7 +26,7 @@ from ..gradients.streams import close_comm_streams
 from ..gradients.unused_states import forget
 from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_patches import find_hooked_ddps, observe_comm_hooks
-from .zero_copy import rebuild_in_pool
+from .zero_copy import rebuild_in_shareable_memory
 
 __all__ = ["HookState", "fused_allreduce"]
 
@@ -111,7 +111,7 @@ def _on_register(ddp, state, hook) -> None:
     """
     if hook is not fused_allreduce:
         return
-    rebuild_in_pool(ddp)
+    rebuild_in_shareable_memory(ddp)
     count_steps(ddp.parameters())
     publish_process()  # so that the others notice the end of this process before its first gradients, too
     if state is None:

@@ -57,8 +57,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     On CUDA the buckets lie in a memory pool over ``ncclMemAlloc`` (``torch.cuda.MemPool``), and
     `fused_allreduce` registers them with its communicator (``ncclCommRegister``), so that NCCL can
-    use them in place. The repr of the `HookState` says how many are, and why none is. A
-    DistributedDataParallel of torch's own gets this for its final buckets.
+    use them in place. The repr of the `HookState` says how many are, and why none is.
+
+    A DistributedDataParallel of torch's own gets the same memory for its final buckets, when the
+    hook is registered on it.
 
     `bucket_cap_mb` None: on GPUs buckets grow with the number of ranks, from 25 MiB for up to 10 to
     at most 400 MiB or a sixteenth of the gradients; see `collectives.gradients.bucket_cap`. A value

@@ -15,7 +15,7 @@ from ..comm.malloc import allocate_with_mmap
 from ..comm.mem_pool import use_mem_pool
 from ..torch_compat import disable_dynamo
 
-__all__ = ["BucketRebuild", "allocate_buckets", "rebuild_in_pool"]
+__all__ = ["BucketRebuild", "allocate_buckets", "rebuild_in_shareable_memory"]
 
 _FORWARDS_TO_FINAL = 8  # forwards with autograd after which DDP has its final buckets, some of them under no_sync()
 
@@ -71,10 +71,10 @@ def _allocate_in_pool(ddp, function: Callable[[], None]) -> None:
 _ALLOCATORS = {"cpu": lambda ddp, function: allocate_with_mmap(function), "cuda": _allocate_in_pool}
 
 
-def rebuild_in_pool(ddp) -> None:
-    """Let a DDP object of torch's own make its final buckets in a memory pool, if it is on CUDA.
+def rebuild_in_shareable_memory(ddp) -> None:
+    """Let a DDP object of torch's own make its final buckets in memory that an engine uses in place.
 
     Its first buckets, which it frees after one backward, exist already.
     """
-    if ddp.device.type == "cuda" and not hasattr(ddp, "bucket_rebuild"):
+    if ddp.device.type in _ALLOCATORS and not hasattr(ddp, "bucket_rebuild"):
         ddp.register_forward_pre_hook(BucketRebuild())

@@ -62,10 +62,27 @@ def trained(ctx, zero_copy, views):
 @pytest.mark.sampled(one_in=3)
 def test_buckets_are_shared_and_given_back(tmp_path, views):
     shared = run(trained, 2, tmp_path / "a", True, views, fresh=True)
-    staged = run(trained, 2, tmp_path / "b", False, views, fresh=True)
+    env = [{"COLLECTIVES_SHARE_AFTER": "0"}] * 2  # nor does the engine do it by itself
+    staged = run(trained, 2, tmp_path / "b", False, views, fresh=True, env=env)
     for got, want in zip(shared, staged, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(*shared, strict=True))
+
+
+@over_gloo
+def of_torchs_own_class(ctx):
+    """DDP makes its final buckets outside of malloc's heap, also where malloc would put them there."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1
+    held = [torch.empty(WIDTH * WIDTH) for _ in range(4)]
+    del held  # so the heap has room
+    state = collectives.HookState(comm=ctx.communicator())
+    ddp = wrap(nn.Linear(WIDTH, WIDTH), "torch", state, bucket_cap_mb=60)
+    steps(ddp, ctx.rank, 5)
+    assert "zero_copy: 1 of 1 buckets shared" in repr(state)
+
+
+def test_buckets_of_torchs_own_class(tmp_path):
+    run(of_torchs_own_class, 2, tmp_path / "a", fresh=True)
 
 
 @over_gloo
