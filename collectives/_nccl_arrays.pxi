@@ -420,6 +420,47 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAlltoAll", record)
         return True
 
+    def gather(self, out, inp, root, /):
+        """Gather every rank's ``inp`` into ``root``'s ``out``, in rank order. C: ``ncclGather``."""
+        return self.between_all_and_root(inp, out, root, True)
+
+    def scatter(self, out, inp, root, /):
+        """Send part r of ``root``'s ``inp`` to rank r's ``out``. C: ``ncclScatter``."""
+        return self.between_all_and_root(out, inp, root, False)
+
+    cdef between_all_and_root(self, part, whole, root, bint gathers):
+        cdef Span each, total
+        cdef size_t stream
+        cdef ncclResult_t result
+        cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
+        cdef collTable_t* api = self.comm.api
+        cdef void* function = <void*> api.ncclGather if gathers else <void*> api.ncclScatter
+        cdef const char* name = "ncclGather" if gathers else "ncclScatter"
+        cdef int c_root = self.peer(root)
+        if c_root < 0 or not self.reader.fill(part, not gathers, &each):
+            return False
+        total.ptr = NULL
+        if c_root != self.rank:
+            if whole is not None:
+                return False
+        elif not self.reader.fill(whole, gathers, &total) or not is_part(&total, &each, self.size, c_root):
+            return False
+        if not self.stream_of(function, &stream):
+            return False
+        comm = self.comm.enter(function, name)
+        record = self.comm.note(name, FLIGHT_GATHER if gathers else FLIGHT_SCATTER, each.count, each.dtype, stream,
+                                c_root)
+        with nogil:
+            if gathers:
+                result = api.ncclGather(each.ptr, total.ptr, each.count, <ncclDataType_t> each.dtype, c_root, comm,
+                                        <cudaStream_t> stream)
+            else:
+                result = api.ncclScatter(total.ptr, each.ptr, each.count, <ncclDataType_t> each.dtype, c_root, comm,
+                                         <cudaStream_t> stream)
+        self.comm.leave_op(result, name, record)
+        return True
+
     def send(self, array, peer, /):
         """Send an array to another rank. C: ``ncclSend``."""
         cdef Span span

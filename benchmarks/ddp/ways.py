@@ -36,8 +36,8 @@ PEERS = {
 }  # fmt: skip
 KINDS = {
     "plain": "own", "no_sync": "own", "nothing": "own", "nothing_view": "own", "gloo": "close", "gloo_view": "close",
-    "backend": "close", "backend_view": "close",
-    "hook": "mean", "hook_view": "mean", "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
+    "backend": "close", "backend_view": "close", "hook": "mean", "hook_view": "mean",
+    "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
     "ours_int8_ef": "int8", "gloo_powersgd": POWERSGD, "ours_powersgd": POWERSGD, "gloo_clip": "clipped",
     "ours_clip": "clipped", "gloo_adamw": "adamw", "ours_adamw": "adamw", "gloo_clip_adamw": "clipped adamw",
     "ours_clip_adamw": "clipped adamw",

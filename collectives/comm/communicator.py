@@ -223,6 +223,8 @@ class Communicator(CommMemory):
         `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
         ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
         """
+        if not async_op and stream is None and self._fast_path.gather(out, inp, root):
+            return None
         return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
@@ -231,6 +233,8 @@ class Communicator(CommMemory):
         `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
         C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
         """
+        if not async_op and stream is None and self._fast_path.scatter(out, inp, root):
+            return None
         return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:

@@ -334,6 +334,21 @@ def every_call(ctx, how):
             t = base[rank].clone()
             comm.broadcast(as_array(t), root=root)
             assert torch.equal(t, base[root])
+        for root in range(size):
+            out = torch.zeros(size, 6) if rank == root else None
+            comm.gather(None if out is None else as_array(out), as_array(base[rank]), root)
+            assert out is None or torch.equal(out, torch.stack(base))
+            rows = torch.stack([base[root] + r for r in range(size)]) if rank == root else None
+            part = torch.zeros(6)
+            comm.scatter(as_array(part), None if rows is None else as_array(rows), root)
+            assert torch.equal(part, base[root] + rank)
+            if rank == root:  # in place
+                out[rank] = base[rank]
+                out[:rank] = out[rank + 1 :] = 0
+            comm.gather(
+                None if out is None else as_array(out), as_array(base[rank] if out is None else out[rank]), root
+            )
+            assert out is None or torch.equal(out, torch.stack(base))
         out = torch.zeros(size, 6)
         comm.all_gather(as_array(out), as_array(base[rank]))
         assert torch.equal(out, torch.stack(base))
@@ -383,13 +398,15 @@ def answers(comm):
         short.all_gather(two, one),
         short.broadcast(one, 0),
         short.all_to_all(two, one),
+        short.gather(two, one, 0),
+        short.scatter(two, one, 0),
     ]
 
 
 @needs_table
 def test_what_the_short_way_does_not_take(comm):
     one, two, short = torch.ones(4), torch.zeros(4), comm._fast_path
-    assert answers(comm) == [True] * 6
+    assert answers(comm) == [True] * 8
     before = comm._native.sequence()
     for op in ("mean", "SUM", None, 0, 0.5, torch.distributed.ReduceOp.SUM, ["sum"]):
         assert short.all_reduce(one, op) is False and short.reduce(one, 0, op) is False
@@ -397,14 +414,17 @@ def test_what_the_short_way_does_not_take(comm):
     for root in (1, -1, True, 0.0, None, "0", 2**70, np.int64(0)):
         assert short.broadcast(one, root) is False and short.reduce(one, root, "sum") is False
         assert short.send(one, root) is False and short.recv(one, root) is False
+        assert short.gather(two, one, root) is False and short.scatter(two, one, root) is False
     assert short.send(one, 0) is False and short.recv(one, 0) is False  # to oneself: in a group alone
     for out, inp in ((one[:3], one), (torch.zeros(3), one), (two.double(), one), (two.int(), one), (one[1:], one[:3])):
         assert short.all_gather(out, inp) is False and short.all_to_all(out, inp) is False
         assert short.reduce_scatter(out, inp, "sum") is False
+        assert short.gather(out, inp, 0) is False and short.scatter(inp, out, 0) is False
+    assert short.gather(None, one, 0) is False and short.scatter(one, None, 0) is False
     assert short.all_to_all(one, one) is False
     assert short.all_gather(one, one) is True  # in place, in a world of one
     with comm.group():
-        assert answers(comm) == [False] * 6
+        assert answers(comm) == [False] * 8
     assert comm._native.sequence() == before + 1
 
 
@@ -420,7 +440,7 @@ def test_not_after_the_end():
     for end in ("close", "abort"):
         comm = open_alone()
         getattr(comm, end)()
-        assert answers(comm) == [False] * 6
+        assert answers(comm) == [False] * 8
         with pytest.raises(errors.InvalidUsage, match="closed" if end == "close" else "aborted") as caught:
             comm.all_reduce(torch.ones(3))
         assert caught.value.op == "all_reduce" and caught.value.rank == 0

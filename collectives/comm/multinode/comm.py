@@ -63,7 +63,8 @@ class NoFastPath:
     def _refuse(self, *arguments) -> bool:
         return False
 
-    all_reduce = reduce = reduce_scatter = all_gather = broadcast = all_to_all = send = recv = _refuse
+    all_reduce = reduce = reduce_scatter = all_gather = broadcast = all_to_all = _refuse
+    gather = scatter = send = recv = _refuse
 
 
 class MultiNodeComm:
