@@ -99,6 +99,7 @@ def test_peers_are_measured_or_named(whole):
             assert found[0]["versions"][peer]
     assert "pip install impi-rt" in out or "intelmpi" in measured
     assert "times of the peers as multiples of that of host" in out
+    assert "# who is first, beside all peers" in out
     assert {row["caller"] for row in rows if row["engine"].startswith("mpi4py")} <= {"python"}
 
 
