@@ -60,7 +60,8 @@ class Report:
             f"ranks {'bound to cores, but for Gloo' if bound else 'not bound to cores'}"
         )
         if options.fresh is not None:
-            cache, most = (f"{nbytes >> 20} MiB" for nbytes in (last_level_cache(), options.fresh))
+            cache, most = (f"{nbytes / (1 << 20):.3g} MiB" if nbytes else "unknown: 64 MiB"
+                           for nbytes in (last_level_cache(), options.fresh))  # fmt: skip
             self.print("# fresh: before each call, not timed, the rank writes the input of the next of several arrays,")
             self.print("# and a barrier follows; each call is timed alone; as many arrays as calls in a turn, fewer")
             self.print(f"# where these pass the last-level cache ({cache}) or the limit ({most})")

@@ -18,12 +18,12 @@ from .cases import Case
 __all__ = ["bytes_of_arrays", "count_arrays", "last_level_cache"]
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_CACHE_WHERE_UNKNOWN = 64 << 20
+_CACHE_WHERE_UNKNOWN = 64 << 20  # bytes
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 def last_level_cache(folder: Path = _CACHES) -> int:
-    """Return the bytes of the last-level cache, by sysfs; 64 MiB where it doesn't say."""
+    """Return the bytes of this machine's last-level cache, 0 where Linux doesn't report it."""
     found = []
     for entry in folder.glob("index*"):
         try:
@@ -33,7 +33,7 @@ def last_level_cache(folder: Path = _CACHES) -> int:
         size = re.fullmatch(r"(\d+)([KMG]?)", text)
         if size is not None:
             found.append((int(level), int(size[1]) << _UNITS[size[2]]))
-    return max(found, default=(0, _CACHE_WHERE_UNKNOWN))[1]
+    return max(found, default=(0, 0))[1]
 
 
 def bytes_of_arrays(case: Case, in_place: bool) -> int:
@@ -49,7 +49,8 @@ def count_arrays(case: Case, in_place: bool, calls: int, cache: int, most: int) 
     """Return how many arrays ``calls`` calls go through.
 
     Each call has one of its own, unless fewer are more than the last-level cache (``cache``, in
-    bytes), or than ``most`` bytes. One at least.
+    bytes; 0 counts as 64 MiB), or than ``most`` bytes. One at least.
     """
     each = bytes_of_arrays(case, in_place)
+    cache = cache or _CACHE_WHERE_UNKNOWN
     return max(1, min(calls, cache // each + 1, most // each))
