@@ -224,6 +224,47 @@ def test_arrays_of_a_capture_live_as_long_as_the_communicator(gpu, comm):
     assert gone() is None
 
 
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_submission_after_another_threads_end_raises_that_the_communicator_is_closed(gpu, comm, monkeypatch, end):
+    """The other thread closes the communicator right after this one has checked that it is open."""
+    check_open = comm._check_open
+
+    def checked(name):
+        check_open(name)
+        monkeypatch.setattr(comm, "_check_open", check_open)
+        thread = threading.Thread(target=getattr(comm, end))
+        thread.start()
+        thread.join(30)
+
+    monkeypatch.setattr(comm, "_check_open", checked)
+    with pytest.raises(errors.InvalidUsage, match="all_reduce.*: the communicator (is closed|was aborted)"):
+        start(comm, Array())
+    assert comm.closed and comm._queue._lock.acquire(blocking=False)
+    comm._queue._lock.release()
+
+
+def test_another_threads_close_waits_for_a_submission_that_is_open(gpu, comm):
+    handle = comm._queue.begin("all_reduce")
+    thread = threading.Thread(target=comm._queue.close)
+    thread.start()
+    assert handle == 7 and thread.is_alive()
+    comm._queue.end("all_reduce", ())
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_stream_that_cannot_be_made_closes_what_was_opened(gpu, monkeypatch):
+    def fail(device=None, priority=0):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", fail, raising=False)
+    engine = Engine("nccl", "cuda", "2.29.7", "libnccl.so.2", Library(gpu.log))
+    comm = Communicator.__new__(Communicator)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}), CommConfig())
+    assert gpu.log == ["abort"] and comm.closed
+
+
 def test_a_submission_that_fails_may_have_begun(gpu, comm, monkeypatch):
     """Ctrl-C as a call returns: the operation is on its way, and its arrays are held as another one's are."""
     array = Array()
