@@ -93,9 +93,23 @@ class Native:
         return self.state
 
 
-@pytest.fixture
-def gpu(monkeypatch):
+# Functions that a build of torch for CUDA has, and that raise where there is no driver.
+ASK_THE_DRIVER = """_cuda_getCurrentRawStream _cuda_getCurrentStream _cuda_getDefaultStream _cuda_getDevice
+    _cuda_init _cuda_isCurrentStreamCapturing _cuda_setDevice _cuda_setStream _cuda_synchronize""".split()
+
+
+def no_driver(*args):
+    raise RuntimeError("Found no NVIDIA driver on your system.")
+
+
+@pytest.fixture(params=["built without CUDA", "built for CUDA"])
+def gpu(request, monkeypatch):
     gpu = Gpu()
+    if request.param == "built for CUDA":
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "_lazy_init", no_driver)
+        for name in ASK_THE_DRIVER:
+            monkeypatch.setattr(torch._C, name, no_driver, raising=False)
 
     @contextlib.contextmanager
     def allowed():
@@ -113,6 +127,8 @@ def gpu(monkeypatch):
     put("device", lambda device: contextlib.nullcontext())
     put("stream", lambda stream: contextlib.nullcontext())
     put("synchronize", lambda device=None: gpu.log.append("synchronize"))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (5, index, 1), raising=False)
+    monkeypatch.setattr(cuda_state, "_known_streams", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
     monkeypatch.setattr(cuda_queue, "capture_id", lambda stream: gpu.capture)
