@@ -20,7 +20,16 @@ from .memory import free_dropped
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
-__all__ = ["abort", "abort_with_error", "call_all", "close", "discard", "end_registration", "leave", "refuse_in_capture"]
+__all__ = [
+    "abort",
+    "abort_with_error",
+    "call_all",
+    "close",
+    "discard",
+    "end_registration",
+    "leave",
+    "refuse_in_capture",
+]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
