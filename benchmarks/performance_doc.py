@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from collectives.bench.report import is_ours
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
@@ -42,7 +44,7 @@ def bench_rows(name):
     """
     found = {}
     for row in sorted(json.loads((RESULTS / f"{name}.json").read_text())["rows"], key=lambda row: row["in_place"]):
-        who = row["engine"] if row["engine"] in (*NAMES, "gloo", "deepspeed", "backend") else "ours"
+        who = "ours" if is_ours(row) else row["engine"]
         found[row["op"], who + ("_shared" if row["zero_copy"] else ""), row["bytes"]] = row
     return found
 
@@ -66,9 +68,10 @@ def table(header, rows):
     return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
 
 
-def best_mpi(rows, op, nbytes):
-    """Return the row of the fastest MPI that was measured."""
-    return min((rows[op, who, nbytes] for who in NAMES if (op, who, nbytes) in rows), key=lambda row: row["time_us"])
+def best_mpi(rows, op, nbytes, binding=""):
+    """Return the row of the fastest MPI that was measured, from C or by a Python binding."""
+    found = [rows.get((op, binding + who, nbytes)) for who in NAMES]
+    return min(filter(None, found), key=lambda row: row["time_us"])
 
 
 def ways(rows, nbytes, op="all_reduce"):
@@ -127,6 +130,26 @@ def operations():
                 cells.append("; ".join(f"{peer / ours:.3g}" for peer in peers))
             body.append([show_size(size), MACHINES[machine], *cells])
     return table(header, body)
+
+
+def from_python():
+    """Return the times of the best MPI by mpi4py by ours, in a loop over one array and with fresh data."""
+    sizes, head = (64, KIB, 8 * KIB), ["operation", "ours, 1 KiB", "best mpi4py, 1 KiB"]
+    looped, fresh = (bench_rows(f"bench_python{kind}_2_ranks_xeon") for kind in ("", "_fresh"))
+    body = []
+    for op in dict.fromkeys(op for op, _, _ in looped):
+        peer = best_mpi(looped, op, KIB, "mpi4py-")
+        named = f"{show_time(peer['time_us'])} ({NAMES[peer['engine'].removeprefix('mpi4py-')]})"
+        cells = [show_time(looped[op, "ours", KIB]["time_us"]), named]
+        for rows in (looped, fresh):
+            for size in sizes:
+                best = best_mpi(rows, op, size, "mpi4py-")["time_us"]
+                cells.append(
+                    "; ".join(f"{best / rows[op, who, size]['time_us']:.2f}" for who in ("ours", "ours_shared"))
+                )
+        body.append([op.replace("_", "-"), *cells])
+    shown = [f"{size} B" if size < KIB else show_size(size) for size in sizes]
+    return table([*head, *shown, *(f"fresh, {size}" for size in shown)], body)
 
 
 def step_rows():
@@ -244,7 +267,8 @@ def backend_steps():
 TABLES = {
     "backend": backend, "backend_steps": backend_steps,
     "readme": readme, "xeon": lambda: all_reduce("xeon"), "epyc": lambda: all_reduce("epyc"), "four_ranks": four_ranks,
-    "operations": operations, "steps": steps, "memory": memory, "horovod": horovod, "kernels": kernels, "hosts": hosts,
+    "operations": operations, "from_python": from_python, "steps": steps, "memory": memory, "horovod": horovod,
+    "kernels": kernels, "hosts": hosts,
 }  # fmt: skip
 
 

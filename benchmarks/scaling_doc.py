@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from performance_doc import MARK, table
-from scaling.measurements import cache_bytes, cores_of, fits_of, points_of, read_rows
+from scaling.measurements import cores_of, fits_of, points_of, read_rows
 from scaling.model import Point
 from scaling.optimizer_in_hook import DERIVED, derivation, times
 from scaling.optimizer_in_hook import steps as steps_of_derivation
@@ -23,6 +23,8 @@ from scaling.predictions import NETWORKS, best, crossovers, predictions
 from scaling.step import RATES, WAYS, predict_step
 from scaling.transformer import LLAMA_1B, LLAMA_7B
 from scaling.units import show_size, show_time
+
+from collectives.bench.rotation import last_level_cache
 
 HERE = Path(__file__).resolve().parent
 RANKS = (8, 64, 1024, 16384)
@@ -70,7 +72,7 @@ def fit_table(fits, points, cores):
 
 
 def belongs_to(point: Point, part: str) -> bool:
-    inside = 2 * point.ranks * point.nbytes <= cache_bytes()
+    inside = 2 * point.ranks * point.nbytes <= last_level_cache()
     return part == "all sizes" or inside == (part == "in cache")
 
 
@@ -230,7 +232,7 @@ def main():
         return 0
     rows, container = read_rows(arguments.measured)
     cores = cores_of(rows, container)
-    points, fits = points_of(rows), fits_of(rows, cores, cache_bytes())
+    points, fits = points_of(rows), fits_of(rows, cores, last_level_cache())
     first = rows[0]
     where = f"{first['machine']}, {cores} cores, commit {first['commit']}, {first['time'][:10]}"
     if "load" in first:

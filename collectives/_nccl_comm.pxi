@@ -473,7 +473,7 @@ cdef class Comm:
         In place where ``send == recv``. C: ``ncclAllReduce``, ``ncclAllReduceConfig``.
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllReduce, "ncclAllReduce")
+        cdef ncclComm_t comm = enter_reduction(self, <void*> self.api.ncclAllReduce, "ncclAllReduce")
         cdef collFlightRecord_t* record = self.note("ncclAllReduce", FLIGHT_ALL_REDUCE, count, dtype, stream, -1)
         cdef OneRank how = one_rank(self, count, dtype, op)
         cdef ncclResult_t code
@@ -552,7 +552,7 @@ cdef class Comm:
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceScatterConfig,
                                        "ncclReduceScatterConfig")
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduceScatter, "ncclReduceScatter")
+        cdef ncclComm_t comm = enter_reduction(self, <void*> self.api.ncclReduceScatter, "ncclReduceScatter")
         cdef collFlightRecord_t* record = self.note("ncclReduceScatter", FLIGHT_REDUCE_SCATTER,
                                                     recvcount, dtype, stream, -1)
         cdef OneRank how = one_rank(self, recvcount, dtype, op)
@@ -612,7 +612,7 @@ cdef class Comm:
         C: ``ncclReduce``, ``ncclReduceConfig``.
         """
         cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceConfig, "ncclReduceConfig")
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclReduce, "ncclReduce")
+        cdef ncclComm_t comm = enter_reduction(self, <void*> self.api.ncclReduce, "ncclReduce")
         cdef collFlightRecord_t* record = self.note("ncclReduce", FLIGHT_REDUCE, count, dtype, stream, root)
         cdef OneRank how = one_rank(self, count, dtype, op)
         cdef ncclResult_t code

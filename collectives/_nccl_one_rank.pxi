@@ -11,6 +11,22 @@ cdef enum:
 cdef size_t* ITEMSIZES = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]     # by ncclDataType_t
 
 
+cdef inline int know_size(Comm comm) except -1:
+    """Ask for the number of ranks where the call that opened the communicator didn't say it.
+
+    A closed communicator isn't asked: the call that follows refuses it by its own name.
+    """
+    if comm.known_size < 0 and not comm.library.is_host and comm.comm is not NULL and comm.forks == collForks:
+        comm.known_size = comm.ask(comm.api.ncclCommCount, "ncclCommCount")
+    return 0
+
+
+cdef inline ncclComm_t enter_reduction(Comm comm, void* function, const char* name) except NULL:
+    """Enter a call that needs `one_rank`."""
+    know_size(comm)
+    return comm.enter(function, name)
+
+
 cdef inline bint is_nccl_of_one(Comm comm) noexcept:
     return comm.known_size == 1 and not comm.library.is_host
 
@@ -27,7 +43,10 @@ cdef struct OneRank:
 
 
 cdef OneRank one_rank(Comm comm, size_t count, int dtype, int op) noexcept:
-    """Return how a reduction is to be called; with several ranks, and on the host engine, as it is."""
+    """Return how a reduction is to be called; with several ranks, and on the host engine, as it is.
+
+    After `enter_reduction`.
+    """
     cdef OneRank how
     cdef size_t blocks, pack, each
     how.op, how.rest, how.done = <ncclRedOp_t> plain_op(comm, op), 0, 0
@@ -47,6 +66,7 @@ cdef OneRank one_rank(Comm comm, size_t count, int dtype, int op) noexcept:
 
 cdef int check_factor_of_one(Comm comm, int dtype) except -1:
     """Raise for a pre-multiplied sum that NCCL refuses over one rank."""
+    know_size(comm)
     if is_nccl_of_one(comm) and dtype in (ncclFloat8e4m3, ncclFloat8e5m2):
         raise errors.InvalidArgument("NCCL has no pre-multiplied sum of float8 over one rank: multiply the array",
                                      op="create_premul_sum", rank=0)

@@ -263,10 +263,10 @@ def main(pipe: Connection) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if os.environ.get("COLLECTIVES_SIMULATED_GPU"):  # tests/streams: before torch is imported
+    if os.environ.get("COLLECTIVES_TEST_SIMULATED_GPU"):  # tests/streams: before torch is imported
         from tests.streams import start
 
-        start.start(int(os.environ["COLLECTIVES_SIMULATED_GPU"]))
+        start.start(int(os.environ["COLLECTIVES_TEST_SIMULATED_GPU"]))
     with light_package():  # then `from collectives.errors import ...` in a test does not import torch
         importlib.import_module("collectives.errors")
     serve(pipe)

@@ -189,7 +189,7 @@ class Pool:
 
 
 # Of a process with simulated GPUs (tests/streams): each rank has one, and there are more.
-SIMULATED = {"COLLECTIVES_SIMULATED_GPU": "4"}
+SIMULATED = {"COLLECTIVES_TEST_SIMULATED_GPU": "4"}
 _pools: dict[tuple, Pool] = {}  # by what was set before their processes started
 
 

@@ -16,9 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from collectives.bench.rotation import last_level_cache
 from collectives.errors import CollectivesError, InvalidArgument
 
-from .measurements import cache_bytes, cores_of, fits_of, read_rows
+from .measurements import cores_of, fits_of, read_rows
 from .model import OPS, Fit, Network
 from .nccl_estimates import own_estimates
 from .predictions import NETWORKS, best, crossovers, predictions
@@ -68,7 +69,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", choices=NETWORKS, default="dgx-h100", help="links (default: %(default)s)")
     parser.add_argument("--measured", type=Path, help="rows of the bench on this machine, to fit the model to")
     parser.add_argument(
-        "--cache", type=parse_size, default=cache_bytes(), help="last-level cache of that machine (default: this one's)"
+        "--cache",
+        type=parse_size,
+        default=last_level_cache(),
+        help="last-level cache of that machine (default: this one's)",
     )
     parser.add_argument("--json", type=Path, help="write everything to this file, too")
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from collectives.errors import InvalidArgument
 
 from .model import ALGORITHMS, OPS, Fit, Point, fit
-from .units import parse_size
 
-__all__ = ["cache_bytes", "cores_of", "fits_of", "points_of", "read_rows"]
+__all__ = ["cores_of", "fits_of", "points_of", "read_rows"]
 
 
 def points_of(rows: Iterable[dict]) -> dict[tuple[str, str], list[Point]]:
@@ -61,15 +60,6 @@ def cores_of(rows: Iterable[dict], container: dict) -> int:
     if len(known) > 1:
         raise InvalidArgument(f"the rows come from machines with {sorted(known)} cores: fit each machine's alone")
     return known.pop() if known else len(os.sched_getaffinity(0))
-
-
-def cache_bytes() -> int:
-    """Return the size in bytes of this machine's last-level cache, 0 where Linux doesn't report it.
-    """
-    found = 0
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        found = max(found, parse_size(path.read_text().strip()))
-    return found
 
 
 def fits_of(rows: Iterable[dict], cores: int, cache: int = 0) -> dict[tuple[str, str, str], Fit]:

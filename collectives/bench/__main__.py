@@ -162,8 +162,10 @@ def _finish(options, rows: list[dict], old: list[dict] | None, right: bool) -> i
     """Write the files, print the summaries, and return the exit code."""
     from . import report
     from .compare import compare
+    from .ranking import print_ranking
 
     report.print_ratios(rows)
+    print_ranking(rows)
     if options.json:
         report.write_json(options.json, rows)
     if options.csv:

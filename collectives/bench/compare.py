@@ -42,4 +42,4 @@ def compare(old: list[dict], new: list[dict], tolerance: float, show=print) -> t
 
 
 def _key(row: dict) -> tuple:
-    return tuple(row.get(name) for name in _KEY)
+    return *(row.get(name) for name in _KEY), bool(row.get("fresh"))

@@ -14,7 +14,10 @@ from .cases import OPS, REDOPS, TYPES, Case, DataType
 __all__ = ["ALGORITHMS", "PEERS", "Options", "UsageError", "parse"]
 
 ALGORITHMS = ("auto", "native", "ring", "direct")
-PEERS = ("gloo", "openmpi", "mpich", "intelmpi", "deepspeed", "nccl", "backend")
+PEERS = (
+    "gloo", "openmpi", "mpich", "intelmpi", "mpi4py-openmpi", "mpi4py-mpich", "mpi4py-intelmpi", "deepspeed", "nccl",
+    "backend",
+)  # fmt: skip
 _ZERO_COPY = {"no": (False,), "yes": (True,), "both": (False, True)}
 _WIRES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 _TYPE_NAMES = {kind.short: kind for kind in TYPES.values()} | TYPES | {"fp8": TYPES["float8_e4m3fn"]}
@@ -27,6 +30,7 @@ Sizes are bytes and may end in K, M, G (powers of 1024). Run it alone (it starts
 when one fails, on Ctrl-C, and at --timeout), under torchrun, or under mpirun.
 
 time is the median over the timed batches (iterations of -m calls in a row) of the slowest rank's time per call.
+With --fresh each call is timed alone, after a barrier.
 algbw = size / time; busbw is algbw times nccl-tests' factor for the collective. #wrong counts the elements, over all
 ranks, whose bits are not those of the exact result.
 
@@ -37,6 +41,7 @@ examples:
   python -m collectives.bench --ranks 2 -b 1K -e 256M -f 4
   python -m collectives.bench --ranks 4 --collective all -d float,bfloat16 --json out.json
   python -m collectives.bench --ranks 2 --zero-copy both --peers gloo,openmpi --plot out.png
+  python -m collectives.bench --ranks 2 --collective all --peers mpi4py-openmpi,mpi4py-intelmpi --fresh
   torchrun --nproc-per-node 2 -m collectives.bench --compare out.json
 """
 
@@ -68,6 +73,7 @@ class Options:
     algorithms: list[str]
     zero_copy: tuple[bool, ...]
     wires: list[DataType | None]
+    fresh: int | None
     peers: list[str]
     ranks: int | None
     hosts: int
@@ -218,6 +224,14 @@ def _add_measured_options(add) -> None:
         help=f"measure these in turn with ours: all, or some of {', '.join(PEERS)}",
     )
     add(
+        "--fresh",
+        nargs="?",
+        const="512M",
+        metavar="SIZE",
+        help="new data in every call: each has the next of several arrays, which the rank writes before it, not timed; "
+        "as many as there are calls, or as pass the last-level cache, or as take SIZE (default: 512M) of a rank",
+    )
+    add(
         "--turns",
         type=int,
         metavar="N",
@@ -279,6 +293,9 @@ def parse(argv: list[str]) -> Options:
     for name in ("timeout", "tolerance"):
         if not (0 < getattr(arguments, name) < math.inf or name == "tolerance" and arguments.tolerance == 0):
             raise UsageError(f"--{name} {getattr(arguments, name):g}: it has to be above 0")
+    fresh = None if arguments.fresh is None else _bytes(arguments.fresh, "--fresh")
+    if fresh == 0:
+        raise UsageError("--fresh 0: it has to be at least 1 byte")
     kinds = _chosen(arguments.datatype, _TYPE_NAMES, "-d", "data type", every=TYPES)
     if any(wires) and [k for k in kinds if k.name not in ("float32", "float64", "float16", "bfloat16")]:
         raise UsageError("--wire casts floating-point data: give -d float, double, half or bfloat16")
@@ -288,6 +305,7 @@ def parse(argv: list[str]) -> Options:
         "root": _root(arguments.root), "warmup": arguments.warmup_iters, "calls": arguments.agg_iters,
         "turns": arguments.turns or (1 if alone else 5), "blocking": bool(arguments.blocking),
         "algorithms": algorithms, "zero_copy": zero_copy, "wires": wires, "peers": peers,
+        "fresh": fresh,
     }  # fmt: skip
     values = vars(arguments) | checked
     return Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})

@@ -32,6 +32,7 @@ class OurImplementation(InProcessImplementation):
         super().__init__(comm.rank)
         self.comm, self.algorithm, self.zero_copy, self.wire = comm, algorithm, zero_copy, wire
         self.device = comm.device
+        self._wire_arrays = None
         nodes = len(comm.machines or ()) or 1
         engine = comm.engine.name + (f" on {nodes} machines" if nodes > 1 else "")
         words = [engine]
@@ -67,6 +68,14 @@ class OurImplementation(InProcessImplementation):
             return None if self.algorithm == "native" else f"{case.op.name} has no algorithm but the library's"
         return None
 
+    def prepare(self, case: Case, in_place: bool, arrays: int = 1) -> None:
+        self._wire_arrays = None
+        super().prepare(case, in_place, arrays)
+
+    def release(self) -> None:
+        super().release()
+        self._wire_arrays = None
+
     def _method(self, case: Case):
         return getattr(self.comm, "send" if case.op.name == "sendrecv" else case.op.name)
 
@@ -92,12 +101,15 @@ class OurImplementation(InProcessImplementation):
         casts back.
         """
         layout, dtype = case.layout(self.rank), self.wire.dtype
-        if buffers.in_place:
-            whole = self.allocate(layout.total, dtype)
-            send = whole[layout.send_at : layout.send_at + layout.send]
-            recv = whole[layout.recv_at : layout.recv_at + layout.recv]
-        else:
-            send, recv = self.allocate(layout.send, dtype), self.allocate(layout.recv, dtype)
+        if self._wire_arrays is None:  # all calls of a case have these, fresh data or not
+            if buffers.in_place:
+                whole = self.allocate(layout.total, dtype)
+                send = whole[layout.send_at : layout.send_at + layout.send]
+                recv = whole[layout.recv_at : layout.recv_at + layout.recv]
+            else:
+                send, recv = self.allocate(layout.send, dtype), self.allocate(layout.recv, dtype)
+            self._wire_arrays = send, recv
+        send, recv = self._wire_arrays
         call = self._call_on(case, send, recv, buffers.in_place)
         sends = layout.send and (case.op.name != "broadcast" or self.rank == case.root)
         receives = layout.recv and (case.op.name != "reduce" or self.rank == case.root)

@@ -70,7 +70,8 @@ def _groups(rows: list[dict]) -> dict[str, dict[str, dict[int, dict]]]:
         if not row["bytes"]:
             continue  # 0 isn't on a log axis
         words = [row["op"], row["dtype"], row["redop"] or "", f"root {row['root']}" if row["root"] >= 0 else ""]
-        title = ", ".join([*filter(None, words), f"{row['ranks']} ranks"])
+        words += [f"{row['ranks']} ranks", "fresh data" if row.get("fresh") else ""]
+        title = ", ".join(filter(None, words))
         groups.setdefault(title, {}).setdefault(label(row), {})[row["bytes"]] = row
     return groups
 

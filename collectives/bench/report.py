@@ -13,8 +13,12 @@ from .. import __version__
 from .cases import TYPES
 from .options import Options, UsageError
 from .provenance import where_and_when
+from .rotation import last_level_cache
 
-__all__ = ["Report", "check_writable", "label", "print_ratios", "read_rows", "write_csv", "write_json"]
+__all__ = [
+    "Report", "case_key", "check_writable", "describe", "is_ours", "label", "print_ratios", "read_rows", "short_time",
+    "write_csv", "write_json",
+]  # fmt: skip
 
 _OURS = ("host", "nccl")
 _BANDWIDTH_FIELDS = ("algbw_gbs", "busbw_gbs")
@@ -55,6 +59,12 @@ class Report:
             f"{options.iters} timed iterations of {calls}; time: median of the slowest rank's; "
             f"ranks {'bound to cores, but for Gloo' if bound else 'not bound to cores'}"
         )
+        if options.fresh is not None:
+            cache, most = (f"{nbytes / (1 << 20):.3g} MiB" if nbytes else "unknown: 64 MiB"
+                           for nbytes in (last_level_cache(), options.fresh))  # fmt: skip
+            self.print("# fresh: before each call, not timed, the rank writes the input of the next of several arrays,")
+            self.print("# and a barrier follows; each call is timed alone; as many arrays as calls in a turn, fewer")
+            self.print(f"# where these pass the last-level cache ({cache}) or the limit ({most})")
         self._names_width = max(len(c.name) for c in implementations) + 2 if len(implementations) > 1 else 0
         self.progress = _bar(sum(self._turns(implementations, case) for case in cases) * options.turns)
 
@@ -95,7 +105,7 @@ class Report:
         names = ["time_us", *(["p95_us", "p99_us"] if self.options.percentiles else [])]
         if row is None:
             return f"{'-':>8}" * (len(names) + 3)
-        words = [_short(row[name]) for name in names]
+        words = [short_time(row[name]) for name in names]
         words += [f"{row[name]:.2f}" for name in _BANDWIDTH_FIELDS]
         words.append("N/A" if row["wrong"] is None else str(row["wrong"]))
         return "".join(f" {word:>7}" for word in words)  # a space even where a number is too wide for its column
@@ -128,7 +138,7 @@ def _bar(total: int):
     return tqdm(total=total, unit="turn", leave=False, dynamic_ncols=True, file=sys.stderr)
 
 
-def _short(time: float) -> str:
+def short_time(time: float) -> str:
     return f"{time:.2f}" if time < 1000 else f"{time:.1f}" if time < 100_000 else f"{time:.0f}"
 
 
@@ -154,6 +164,18 @@ def is_ours(row: dict) -> bool:
     return row["engine"].split()[0] in _OURS and row.get("algorithm") is not None
 
 
+def case_key(row: dict) -> tuple:
+    """Return what the rows of one table of sizes share."""
+    return row["op"], row["dtype"], row["redop"], row["root"], row["ranks"], bool(row.get("fresh"))
+
+
+def describe(key: tuple) -> str:
+    """Return a `case_key` in words."""
+    op, dtype, redop, root, ranks, fresh = key
+    about = [dtype, *([redop] if redop else []), *([f"root {root}"] if root >= 0 else []), f"{ranks} ranks"]
+    return f"{op} ({', '.join([*about, *(['fresh data'] if fresh else [])])})"
+
+
 def print_ratios(rows: list[dict], show=print) -> None:
     """Print for each size our time, and each peer's as a multiple of it.
 
@@ -161,25 +183,25 @@ def print_ratios(rows: list[dict], show=print) -> None:
     """
     groups: dict[tuple, dict[int, dict[str, dict]]] = {}
     for row in sorted(rows, key=lambda row: row["in_place"]):
-        key = row["op"], row["dtype"], row["redop"], row["root"], row["ranks"]
-        groups.setdefault(key, {}).setdefault(row["bytes"], {})[label(row)] = row
-    for (op, dtype, redop, root, ranks), sizes in groups.items():
+        groups.setdefault(case_key(row), {}).setdefault(row["bytes"], {})[label(row)] = row
+    for key, sizes in groups.items():
         names = dict.fromkeys(name for size in sizes.values() for name in size)
         ours = [name for name in names if any(is_ours(size[name]) for size in sizes.values() if name in size)]
         peers = [name for name in names if name not in ours]
         if not peers:
             continue
-        about = [dtype, *([redop] if redop else []), *([f"root {root}"] if root >= 0 else []), f"{ranks} ranks"]
         for own in ours:
-            show(f"# {op} ({', '.join(about)}): times of the peers as multiples of that of {own}")
-            show("#" + f"{'size':>13}{own + ' (us)':>{len(own) + 8}}" + "".join(f"{name:>12}" for name in peers))
+            show(f"# {describe(key)}: times of the peers as multiples of that of {own}")
+            widths = {name: max(12, len(name) + 2) for name in peers}
+            columns = "".join(f"{name:>{width}}" for name, width in widths.items())
+            show("#" + f"{'size':>13}{own + ' (us)':>{len(own) + 8}}{columns}")
             for nbytes, size in sizes.items():
                 if own in size:
                     time = size[own]["time_us"]
-                    line = f"#{nbytes:>13}{_short(time):>{len(own) + 8}}"
+                    line = f"#{nbytes:>13}{short_time(time):>{len(own) + 8}}"
                     for name in peers:
                         ratio = f"{size[name]['time_us'] / time:.2f}x" if name in size else "-"
-                        line += f"{ratio:>12}"
+                        line += f"{ratio:>{widths[name]}}"
                     show(line)
             show("#")
 
@@ -243,6 +265,7 @@ def read_rows(path: Path, option: str) -> list[dict]:
             row.update({name: row.get(name) for name in ("algorithm", "redop", "wire")})
             row.setdefault("root", -1)
             row.setdefault("zero_copy", False)
+            row.setdefault("fresh", False)
     except OSError as error:
         raise UsageError(f"{option} {path} can't be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

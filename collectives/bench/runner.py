@@ -17,6 +17,7 @@ from .ours import OurImplementation
 from .peers import open_peer
 from .processes import core_of
 from .provenance import where_and_when
+from .rotation import count_arrays, last_level_cache
 
 __all__ = ["Session", "calls_per_iteration"]
 
@@ -41,6 +42,9 @@ class Session:
         self._free = os.sched_getaffinity(0)
         self._core = {core_of(comm.local_rank)} if self.bound else self._free
         self._where = where_and_when()
+        self._cache = control.broadcast_from_rank_0(last_level_cache())  # all ranks have as many arrays
+        if options.fresh is not None and comm.device.type != "cpu":
+            raise UsageError("--fresh is measured on host memory only: --engine host")
 
     def open(self) -> None:
         """Open our implementations and start the peers; report which are missing."""
@@ -81,16 +85,20 @@ class Session:
     def _measure(self, case: Case, in_place: bool) -> list[tuple[Implementation, dict]]:
         options = self.options
         entered = []
+        calls = options.calls or calls_per_iteration(case.nbytes)
+        fresh = options.fresh is not None
+        arrays = 1
+        if fresh:
+            arrays = count_arrays(case, in_place, options.warmup + calls * options.iters, self._cache, options.fresh)
         for implementation in list(self.implementations):
             if implementation.unsupported_reason(case, in_place) is not None:
                 continue
-            if self._call_on_all(implementation, implementation.prepare, case, in_place) is None:
+            if self._call_on_all(implementation, implementation.prepare, case, in_place, arrays) is None:
                 continue
             # The threads that a first call starts inherit the affinity of the calling thread.
             if self._call_on_all(implementation, implementation.turn, _FIRST_CALL, free=True) is not None:
                 entered.append(implementation)
-        calls = options.calls or calls_per_iteration(case.nbytes)
-        plan = Plan(options.warmup, calls, options.iters, options.blocking)
+        plan = Plan(options.warmup, calls, options.iters, options.blocking, fresh)
         times: dict[str, list[float]] = {implementation.name: [] for implementation in entered}
         for _ in range(options.turns):
             for implementation in list(entered):
@@ -114,6 +122,7 @@ class Session:
             row = {}
             if self.report:
                 row = self._row(implementation, case, in_place, plan, times[implementation.name], wrong)
+                row |= {"fresh": fresh, "arrays": arrays}
             found.append((implementation, row))
         return found
 

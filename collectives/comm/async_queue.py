@@ -42,10 +42,11 @@ class AsyncQueue(ABC):
     # ---- What an engine's queue implements.
 
     @abstractmethod
-    def _open_stream(self, stream: int | None) -> int:
+    def _open_stream(self, op: str, stream: int | None) -> int:
         """Return the handle of the stream to issue a submission on.
 
-        `stream`: the caller's own on CUDA.
+        `stream`: the caller's own on CUDA. Raises the communicator's error where it was closed
+        since the caller checked that it is open.
         """
 
     @abstractmethod
@@ -86,14 +87,14 @@ class AsyncQueue(ABC):
 
     # ---- Submissions.
 
-    def begin(self, stream: int | None = None) -> int:
+    def begin(self, op: str, stream: int | None = None) -> int:
         """Begin a submission and return the stream to issue it on.
 
-        `end` or `cancel` must follow.
+        `op`: its operation, for errors. `end` or `cancel` must follow.
         """
         self._lock.acquire()
         try:
-            return self._open_stream(stream)
+            return self._open_stream(op, stream)
         except BaseException:
             self._lock.release()
             raise

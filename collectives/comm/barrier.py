@@ -38,7 +38,7 @@ def start_barrier(comm) -> Work:
     if not comm._on_host:
         return _start_on_cuda(comm)
     work, queue = Work("barrier", 0, None), comm._queue
-    handle = queue.begin()
+    handle = queue.begin("barrier")
     try:
         _issue_on_host(comm, handle)
     except BaseException:

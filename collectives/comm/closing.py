@@ -20,7 +20,16 @@ from .memory import free_dropped
 from .multinode.comm import NoFastPath
 from .watchdog import unwatch
 
-__all__ = ["abort", "abort_with_error", "call_all", "close", "end_registration", "leave", "refuse_in_capture"]
+__all__ = [
+    "abort",
+    "abort_with_error",
+    "call_all",
+    "close",
+    "discard",
+    "end_registration",
+    "leave",
+    "refuse_in_capture",
+]
 
 _ABORT_SECONDS = 1.0  # how long abort() waits for its queue, which fails what is in it at once
 
@@ -100,6 +109,15 @@ def abort_with_error(comm, error: CollectivesError) -> None:
     detach(comm, "failed", error)
     comm._queue.abort_with_error(error, native.abort)
     never_freed.append((comm._queue, comm._registrations))  # a thread of the program's may be inside the engine
+
+
+def discard(comm) -> None:
+    """Abort the binding object of a communicator that couldn't be opened to its end."""
+    native, comm._native = comm._native, ClosedHandle("the communicator could not be opened", -1)
+    open_comms.pop(id(comm), None)
+    unwatch(comm)
+    with comm._device_guard():
+        native.abort()
 
 
 def leave(comm, failed: bool) -> None:

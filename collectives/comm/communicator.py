@@ -74,13 +74,19 @@ class Communicator(CommMemory):
 
     def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, config, peers=None):
         self.engine, self.device, self.config, self.peers = engine, device, config, peers
-        self.rank, self.size = native.rank, native.size
-        self._native = native
-        self._on_host = engine.device_type == "cpu"
+        self._native, self._on_host = native, engine.device_type == "cpu"
+        try:
+            self._open(local_rank, local_size, timeout, policy)
+        except BaseException:
+            closing.discard(self)
+            raise
+
+    def _open(self, local_rank, local_size, timeout, policy):
+        self.rank, self.size = self._native.rank, self._native.size
         self.local_rank = local_rank
         self.local_size = (self.size if self._on_host else 1) if local_size is None else local_size
         self._checks_calls = read_switch("COLLECTIVES_CHECK") and not self._on_host
-        self._reader = Reader(device, self.rank)
+        self._reader = Reader(self.device, self.rank)
         self._queue = HostQueue(self) if self._on_host else CudaQueue(self)
         self._fast_path = opening.open_array_calls(self)
         self._algorithms: AlgorithmExecutor | None = None

@@ -30,12 +30,14 @@ class CudaQueue(AsyncQueue):
         self.external_streams: set[int] = set()  # that others created, and may have destroyed
         self._stream = None  # of the submission that is open: the side stream, or the caller's
 
-    def _open_stream(self, stream):
-        device = self._comm.device
+    def _open_stream(self, op, stream):
+        device, side_stream = self._comm.device, self._side_stream
+        if side_stream is None:  # `close` frees it after the communicator has been marked as closed
+            self._comm._check_open(op)
         if stream is not None:
             self._stream = stream_from_address(stream, device)
             return stream
-        self._stream = self._side_stream
+        self._stream = side_stream
         self._stream.wait_stream(current_stream(device))
         return self._stream.cuda_stream
 
@@ -194,5 +196,6 @@ class CudaQueue(AsyncQueue):
 
     def close(self) -> None:
         """Release the side stream, and the arrays that CUDA graphs were captured with."""
-        self._side_stream = self._stream = None
-        self._held_until_close.clear()
+        with self._lock:  # no other thread is between `begin` and `end`
+            self._side_stream = self._stream = None
+            self._held_until_close.clear()

@@ -192,7 +192,7 @@ class Group:
         streams = {}  # of the queues with an open submission
         try:
             for comm, queue in queues.items():
-                streams[comm] = queue.begin()
+                streams[comm] = queue.begin("group")
             with self._comm._device_guard():
                 issue(calls, [streams.get(call.comm, streams.get(self._comm)) for call in calls])
             for comm, queue in queues.items():

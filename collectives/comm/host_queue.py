@@ -23,8 +23,9 @@ class HostQueue(AsyncQueue):
         self._waiters: dict[int, int] = {}  # waits in progress, by thread
         self._closing = False
 
-    def _open_stream(self, stream):
+    def _open_stream(self, op, stream):
         if self._native is None:
+            self._comm._check_open(op)  # else this queue would outlive the communicator
             self._native = self._comm.engine.library.queue_create()
         return self._native.handle
 

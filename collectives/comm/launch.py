@@ -44,7 +44,7 @@ def launch(
     comm._check_open(name)  # before a queue is created
     work = Work(name, nbytes, result)
     queue = comm._queue
-    handle = queue.begin(None if stream is None else handle)
+    handle = queue.begin(name, None if stream is None else handle)
     try:
         _issue(comm, call, steps, handle)
     except BaseException:

@@ -11,7 +11,7 @@ from .summary import align_clocks
 
 __all__ = ["load_traces"]
 
-_MOST = 1 << 62  # ns, or bytes
+_MOST = 1 << 62  # ns, bytes, or a step
 
 
 def load_traces(paths) -> tuple[list[dict], list[str]]:
@@ -89,8 +89,9 @@ def _records_of(trace: dict, path: Path) -> list[dict]:
             record, zero = by_rank[event["pid"]]
             start, length = _as_ns(event["ts"]) + zero, _as_ns(event["dur"])
             args = event["args"]
-            if type(args.get("bytes", 0)) is not int or abs(args.get("bytes", 0)) >= _MOST:
-                raise ValueError("bytes are no number")
+            for name in ("bytes", "step"):
+                if type(args.get(name, 0)) is not int or abs(args.get(name, 0)) >= _MOST:
+                    raise ValueError(f"{name}: no number")
             record["events"].append((rows[place], parse_text(event["name"]), start, start + length, args))
     return records
 

@@ -41,11 +41,11 @@ class Recorder:
 def build(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorder")
 
-    def built(version: int) -> Recorder:
-        path = folder / f"librecorder-{version}.so"
+    def built(version: int, ranks: int = 5) -> Recorder:
+        path = folder / f"librecorder-{version}-{ranks}.so"
         if not path.exists():
             source = str(ROOT / "tests" / "abi" / "recorder.c")
-            flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-DVERSION={version}"]
+            flags = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-DVERSION={version}", f"-DRANKS={ranks}"]
             command = ["gcc", *flags, f"-I{ROOT / 'kernels/include'}", source, "-o", str(path)]
             subprocess.run(command, check=True, timeout=60)
         return Recorder(path)
@@ -186,6 +186,30 @@ def test_addresses_are_whole_numbers_of_64_bits(comm, recorder):
     for wrong in (-1, 2**64, "1", None):
         with pytest.raises((OverflowError, TypeError)):
             comm.send(wrong, 1, 7, 0)
+
+
+# ---- a single rank
+
+
+@pytest.mark.parametrize("child_of", [lambda comm: comm.split(0, 0), lambda comm: comm.shrink([0, 1, 3])])
+def test_a_child_of_one_rank_is_known_before_its_size_is_read(child_of, build):
+    """NCCL before 2.29.7 averages wrongly over one rank: an average goes as a sum, a factor's rest in a second call."""
+    recorder, floats = build(22800, ranks=1), nccl.DTYPES["float32"]
+    parent = recorder.library.comm_init_rank(4, UNIQUE_ID, 2)
+    for name in ("all_reduce", "reduce_scatter", "reduce"):
+        for op, noted in ((nccl.OPS["avg"], "100 200 262145 7 op=0"), (11, "100100 100200 1 7 op=11")):
+            child = child_of(parent)
+            root = (0,) if name == "reduce" else ()
+            getattr(child, name)(0x100, 0x200, 262145, floats, op, *root)
+            assert recorder.noted.split(" ", 1)[1].startswith(noted), (name, op)
+            child.abort()
+            with pytest.raises(errors.InvalidUsage, match=f"^{name}: communicator is closed"):
+                getattr(child, name)(0x100, 0x200, 262145, floats, op, *root)
+    child = child_of(parent)
+    with pytest.raises(errors.InvalidArgument, match="float8 over one rank"):
+        child.create_premul_sum(2.0, nccl.DTYPES["float8e4m3"])
+    child.abort()
+    parent.abort()
 
 
 # ---- structs of several versions

@@ -12,6 +12,7 @@ from collectives import environment as variables
 from collectives.comm.multinode import topology
 from collectives.errors import InvalidArgument
 from tests.project.test_imports import PACKAGE, ROOT
+from tests.streams.start import VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,10 @@ def test_a_machine_has_a_name(monkeypatch, value, text):
     for call in (alone, topology.read_host_id, topology.identify_node):
         with pytest.raises(InvalidArgument, match=f"COLLECTIVES_HOST_ID .*{text}"):
             call()
+
+
+def test_the_tests_own_variables_are_no_unknown_ones():
+    assert variables.find_unknown({VARIABLE: "4", "COLLECTIVES_SIMULATED": "4"}) == {"COLLECTIVES_SIMULATED": ""}
 
 
 def test_an_unknown_variable_is_warned_of_once(monkeypatch):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.bench.options import PEERS
 from tests.launching import clean_environment, torchrun
 
 BENCH = [sys.executable, "-m", "collectives.bench"]
@@ -89,7 +90,7 @@ def test_the_plot_is_a_picture(whole):
 def test_peers_are_measured_or_named(whole):
     _, out, _, rows = whole
     measured = {row["engine"] for row in rows}
-    for peer in ("gloo", "openmpi", "mpich", "intelmpi", "deepspeed", "nccl", "backend"):
+    for peer in PEERS:
         assert peer in measured or f"# {peer}: " in out
     for peer, program in (("openmpi", "mpirun.openmpi"), ("mpich", "mpiexec.mpich")):
         if shutil.which(program) and shutil.which("cc"):
@@ -98,6 +99,8 @@ def test_peers_are_measured_or_named(whole):
             assert found[0]["versions"][peer]
     assert "pip install impi-rt" in out or "intelmpi" in measured
     assert "times of the peers as multiples of that of host" in out
+    assert "# who is first, beside all peers" in out
+    assert {row["caller"] for row in rows if row["engine"].startswith("mpi4py")} <= {"python"}
 
 
 def test_no_progress_bar_in_a_pipe(whole):
@@ -122,6 +125,23 @@ def test_wires_and_percentiles(tmp_path):
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["wire"] for row in rows} == {None, "bfloat16", "float8_e4m3fn"} and not any(r["wrong"] for r in rows)
     assert "p99" in out
+
+
+@pytest.mark.parametrize(("ranks", "peers"), [(2, "backend"), (3, "gloo,openmpi,mpi4py-openmpi,mpi4py-intelmpi")])
+def test_fresh_data_in_every_call(tmp_path, ranks, peers):
+    words = f"--ranks {ranks} --collective all --sizes 1K,100K --fresh 1M -n 3 -m 4 --turns 2 --peers {peers}"
+    code, out, err = run(BENCH, *words.split(), "--zero-copy", "both", "--json", tmp_path / "rows.json")
+    assert code == 0 and "# fresh: before each call" in out, out + err
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert not any(row["wrong"] for row in rows) and all(row["fresh"] for row in rows)
+    arrays = {(row["bytes"] > 2000, row["arrays"]) for row in rows if row["op"] == "all_reduce" and row["in_place"]}
+    assert arrays == {(False, 17), (True, 10)}  # as many as calls; what fits into 1 MiB
+
+
+def test_fresh_under_torchrun_corrupted_results_of_every_array_are_counted(tmp_path):
+    words = ("--sizes", "1K", "-n", "2", "-m", "2", "-w", "1", "--fresh", "--json", tmp_path / "rows.json")
+    code, out, err = run([*TORCHRUN, CORRUPT], *words)
+    assert code != 0 and "# Out of bounds values : 18 FAILED" in out, out + err  # 5 arrays and the check's, 3 each
 
 
 def test_under_torchrun_corrupted_results_are_counted(tmp_path):

@@ -12,6 +12,7 @@ import torch
 from collectives.bench.cases import OPS, TYPES, Case
 from collectives.bench.implementation import PeerMissing, Plan
 from collectives.bench.peers import mpi
+from collectives.bench.peers.mpi_installation import FLAVOURS
 
 # One rank, MPICH's ABI. An all-reduce copies; out of place it also spoils the elements 5 and 2000.
 STUB = """
@@ -53,9 +54,9 @@ def start(tmp_path, monkeypatch):
         library = str(tmp_path / "libmpi.so")
         command = ["cc", "-shared", "-fPIC", "-w", f"-DSIZE={size}", "-o", library, str(tmp_path / "mpi.c")]
         subprocess.run(command, check=True)
-        monkeypatch.setattr(mpi, "_find", lambda flavour: (str(launcher), library, {}))
-        monkeypatch.setattr(mpi, "_arguments", lambda *_: [])
-        opened.append(mpi.MpiPeer(mpi.FLAVOURS[flavour], COMM, False))
+        monkeypatch.setattr(mpi, "find_mpi", lambda flavour: (str(launcher), library, {}))
+        monkeypatch.setattr(mpi, "launcher_arguments", lambda *_: [])
+        opened.append(mpi.MpiPeer(FLAVOURS[flavour], COMM, False))
         return opened[-1]
 
     yield start
@@ -71,6 +72,21 @@ def test_wrong_elements_are_counted(start):
         assert peer.check() == [wrong]
         (times,) = peer.turn(Plan(warmup=1, calls=3, batches=7))
         assert len(times) == 7 and min(times) >= 0
+        peer.release()
+
+
+@pytest.mark.parametrize("arrays", [1, 3, 11])
+def test_fresh_data_go_through_all_arrays_and_every_result_that_is_left_is_checked(start, arrays):
+    peer = start()
+    plan = Plan(warmup=2, calls=4, batches=2, fresh=True)
+    for in_place, wrong in ((False, 2), (True, 0)):
+        peer.prepare(CASE, in_place, arrays)
+        assert peer.check() == [wrong]  # no turn has written any
+        (times,) = peer.turn(plan)
+        assert len(times) == 2 and min(times) > 0
+        left = min(arrays, plan.warmup + plan.calls * plan.batches)
+        assert peer.check() == [wrong * (left + 1)]  # and the one of the check itself
+        assert peer.check() == [wrong]
         peer.release()
 
 

@@ -93,9 +93,23 @@ class Native:
         return self.state
 
 
-@pytest.fixture
-def gpu(monkeypatch):
+# Functions that a build of torch for CUDA has, and that raise where there is no driver.
+ASK_THE_DRIVER = """_cuda_getCurrentRawStream _cuda_getCurrentStream _cuda_getDefaultStream _cuda_getDevice
+    _cuda_init _cuda_isCurrentStreamCapturing _cuda_setDevice _cuda_setStream _cuda_synchronize""".split()
+
+
+def no_driver(*args):
+    raise RuntimeError("Found no NVIDIA driver on your system.")
+
+
+@pytest.fixture(params=["built without CUDA", "built for CUDA"])
+def gpu(request, monkeypatch):
     gpu = Gpu()
+    if request.param == "built for CUDA":
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "_lazy_init", no_driver)
+        for name in ASK_THE_DRIVER:
+            monkeypatch.setattr(torch._C, name, no_driver, raising=False)
 
     @contextlib.contextmanager
     def allowed():
@@ -113,6 +127,8 @@ def gpu(monkeypatch):
     put("device", lambda device: contextlib.nullcontext())
     put("stream", lambda stream: contextlib.nullcontext())
     put("synchronize", lambda device=None: gpu.log.append("synchronize"))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (5, index, 1), raising=False)
+    monkeypatch.setattr(cuda_state, "_known_streams", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 5, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: DEVICE.index, raising=False)
     monkeypatch.setattr(cuda_queue, "capture_id", lambda stream: gpu.capture)
@@ -222,6 +238,47 @@ def test_arrays_of_a_capture_live_as_long_as_the_communicator(gpu, comm):
     comm.close()
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_submission_after_another_threads_end_raises_that_the_communicator_is_closed(gpu, comm, monkeypatch, end):
+    """The other thread closes the communicator right after this one has checked that it is open."""
+    check_open = comm._check_open
+
+    def checked(name):
+        check_open(name)
+        monkeypatch.setattr(comm, "_check_open", check_open)
+        thread = threading.Thread(target=getattr(comm, end))
+        thread.start()
+        thread.join(30)
+
+    monkeypatch.setattr(comm, "_check_open", checked)
+    with pytest.raises(errors.InvalidUsage, match="all_reduce.*: the communicator (is closed|was aborted)"):
+        start(comm, Array())
+    assert comm.closed and comm._queue._lock.acquire(blocking=False)
+    comm._queue._lock.release()
+
+
+def test_another_threads_close_waits_for_a_submission_that_is_open(gpu, comm):
+    handle = comm._queue.begin("all_reduce")
+    thread = threading.Thread(target=comm._queue.close)
+    thread.start()
+    assert handle == 7 and thread.is_alive()
+    comm._queue.end("all_reduce", ())
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_stream_that_cannot_be_made_closes_what_was_opened(gpu, monkeypatch):
+    def fail(device=None, priority=0):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", fail, raising=False)
+    engine = Engine("nccl", "cuda", "2.29.7", "libnccl.so.2", Library(gpu.log))
+    comm = Communicator.__new__(Communicator)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}), CommConfig())
+    assert gpu.log == ["abort"] and comm.closed
 
 
 def test_a_submission_that_fails_may_have_begun(gpu, comm, monkeypatch):

@@ -307,6 +307,23 @@ def test_split_and_shrink(comm):
     child.close()
 
 
+def test_a_timeout_that_is_refused_leaves_nothing_open():
+    engine = get_engine("host")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(errors.InvalidArgument, match="timeout"):
+            Communicator(engine, engine.library.get_unique_id(), 0, 1, device="cpu", timeout=0)
+        gc.collect()
+    assert not [each for each in warned if issubclass(each.category, ResourceWarning)]
+
+
+def test_a_queue_does_not_outlive_its_communicator(comm):
+    comm.close()
+    with pytest.raises(errors.InvalidUsage, match="all_reduce.*: the communicator is closed"):
+        comm._queue.begin("all_reduce")
+    assert comm._queue._native is None
+
+
 def test_timeout(comm):
     assert comm.timeout == 1800
     comm.timeout = None

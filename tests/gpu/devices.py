@@ -262,13 +262,19 @@ def process_group(rank, backend):
 
 
 def in_group(function=None, *, backend: str = "gloo"):
-    """Run a test's function inside a default process group, over Gloo, which takes tensors of any device, too."""
+    """Run a test's function inside a default process group, over Gloo, which takes tensors of any device, too.
+
+    One over our backend has its communicator open already: its first call blocks until all ranks have made it.
+    """
     if function is None:
         return functools.partial(in_group, backend=backend)
 
     @functools.wraps(function)
     def inside(rank, *args):
         with process_group(rank, backend):
+            opened_with = rank.full(1.0, 1) if backend == "collectives" else None
+            if opened_with is not None:
+                dist.all_reduce(opened_with)
             result = function(rank, *args)
             rank.synchronize()
             # Gloo may hang in its destructor while a DDP object still holds it or a peer still talks to it.

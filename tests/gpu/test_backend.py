@@ -1,33 +1,14 @@
 """The backend "collectives" of torch.distributed on every device: the host engine's numbers, nothing to report."""
 
-import functools
-import gc
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives  # noqa: F401  (registers the backend)
-from tests.gpu.devices import check, everywhere, process_group
+from tests.gpu.devices import check, everywhere, in_group
 
 COUNT = 1000
-
-
-def in_backend(function):
-    """Run a test's function inside a default process group of the backend."""
-
-    @functools.wraps(function)
-    def inside(rank, *args):
-        with process_group(rank, "collectives"):
-            rank.warm = rank.full(1.0, 1)
-            dist.all_reduce(rank.warm)  # opens the communicator
-            result = function(rank, *args)
-            rank.synchronize()
-            gc.collect()
-            return result
-
-    return inside
 
 
 def launched(rank):
@@ -61,7 +42,7 @@ def launched(rank):
     ]  # fmt: skip
 
 
-@in_backend
+@in_group(backend="collectives")
 def operations(rank, asynchronous):
     operations, results, kept = launched(rank), [], []
     with rank.no_host_waits():
@@ -85,7 +66,7 @@ def test_operations(device, ranks, case):
     check(device, operations, ranks, case == "asynchronous", same=False)
 
 
-@in_backend
+@in_group(backend="collectives")
 def ordered(rank):
     """Works that are waited for on a side stream, futures, a coalescing block and a batch of sends and receives."""
     after, before = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
@@ -119,7 +100,7 @@ def test_streams_futures_and_blocks(device, ranks):
     check(device, ordered, ranks, same=False)
 
 
-@in_backend
+@in_group(backend="collectives")
 def captured(rank):
     tensor, out = rank.random(COUNT), rank.full(0.0, rank.size * COUNT)
 
@@ -141,7 +122,7 @@ def test_a_step_in_a_cuda_graph(device, ranks):
     check(device, captured, ranks)
 
 
-@in_backend
+@in_group(backend="collectives")
 def trained(rank):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).to(rank.device)

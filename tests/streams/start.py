@@ -8,7 +8,7 @@ import sys
 
 from . import build, device
 
-VARIABLE = "COLLECTIVES_SIMULATED_GPU"  # the number of devices; set for a rank process before it starts
+VARIABLE = "COLLECTIVES_TEST_SIMULATED_GPU"  # the number of devices; set for a rank process before it starts
 _started = False
 
 

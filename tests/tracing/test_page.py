@@ -206,6 +206,12 @@ def test_what_the_command_refuses(tmp_path, capsys):
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "bytes.json").write_bytes(b"\x1f\x8b\xff\x00")
     (tmp_path / "chrome.json").write_text('{"traceEvents": [{"ph": "i"}], "otherData": {"ranks": []}}')
+    for name, wrong in (("step", ["3"]), ("step", "3"), ("step", True), ("step", 2**70), ("bytes", 1.5)):
+        trace = json.loads(Path(one).read_text())
+        next(event for event in trace["traceEvents"] if event["ph"] == "X" and event["args"])["args"][name] = wrong
+        (tmp_path / "wrong.json").write_text(json.dumps(trace))
+        assert command.main([str(tmp_path / "wrong.json")]) == 1
+        assert "no trace of collectives.timeline" in capsys.readouterr().err, (name, wrong)
     (tmp_path / "list.json").write_text('{"traceEvents": [], "otherData": ["ranks"]}')
     cases = [
         (["none.json"], "No such file"), (["other.json"], "no trace of collectives.timeline"),

@@ -6,7 +6,9 @@ from ...comm.communicator import Communicator
 from ..control import Control
 from ..implementation import Implementation, PeerMissing
 from .deepspeed import DeepSpeedPeer
-from .mpi import FLAVOURS, MpiPeer
+from .mpi import MpiPeer
+from .mpi4py import Mpi4pyPeer
+from .mpi_installation import FLAVOURS
 from .process_group import ProcessGroupPeer
 
 __all__ = ["open_peer"]
@@ -22,6 +24,8 @@ def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> I
     try:
         if name in FLAVOURS:
             peer = MpiPeer(FLAVOURS[name], comm, bound)
+        elif name.startswith(Mpi4pyPeer.prefix):
+            peer = Mpi4pyPeer(FLAVOURS[name.removeprefix(Mpi4pyPeer.prefix)], comm, bound)
         elif name == "deepspeed":
             peer = DeepSpeedPeer(comm, control)
         else:

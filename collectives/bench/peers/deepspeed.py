@@ -20,7 +20,7 @@ from ...comm.communicator import Communicator
 from ..buffers import Buffers
 from ..cases import Case
 from ..control import Control
-from ..implementation import InProcessImplementation, PeerMissing, Plan, time_on_host
+from ..implementation import InProcessImplementation, PeerMissing, Plan, time_fresh, time_on_host
 
 __all__ = ["DeepSpeedPeer"]
 
@@ -91,7 +91,12 @@ class DeepSpeedPeer(InProcessImplementation):
         return partial(self._loop, buffers.recv, 1)
 
     def turn(self, plan: Plan) -> list[list[float]]:
-        data = self.buffers.recv
+        if plan.fresh:  # each call is made from Python, and timed alone
+            self.caller = "python"
+            self.barrier()
+            together = partial(self._loop, torch.zeros(1), 1)  # ranks leave the store's barrier one by one
+            return [time_fresh(self._next_array, together, plan)]
+        data = self._arrays[0][0].recv
         self.barrier()
         self._loop(data, plan.warmup)
         times = time_on_host(partial(self._loop, data, plan.calls), Plan(0, 1, plan.batches))

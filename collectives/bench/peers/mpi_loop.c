@@ -46,7 +46,7 @@ static const struct { const char *name; void *at; } functions[] = {
     {"MPI_Scatter", &mpi_scatter}, {"MPI_Sendrecv", &mpi_sendrecv},
 };
 
-/* In the order of TYPES and REDUCTIONS of mpi.py. */
+/* In the order of _TYPES and _REDUCTIONS of mpi.py. */
 static const struct { const char *open_mpi; int mpich; } types[] = {
     {"ompi_mpi_int8_t", 0x4c000137},   {"ompi_mpi_uint8_t", 0x4c00013b}, {"ompi_mpi_int32_t", 0x4c000439},
     {"ompi_mpi_uint32_t", 0x4c00043d}, {"ompi_mpi_int64_t", 0x4c00083a}, {"ompi_mpi_uint64_t", 0x4c00083e},
@@ -64,12 +64,13 @@ static const struct { const char *open_mpi; int mpich; } reductions[] = {
 enum { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, ALL_TO_ALL, GATHER, SCATTER, SENDRECV };
 enum { STOP, PREPARE, TURN, CHECK, RELEASE };
 
-struct command { /* struct.pack("=7i7q") of mpi.py's; each rank gets its own */
+struct command { /* COMMAND of mpi_protocol.py; each rank gets its own */
     int32_t what, op, type, reduction, root, in_place, segments;
     int64_t count, send, recv, total, send_at, recv_at; /* elements */
     int64_t element; /* bytes */
+    int64_t arrays; /* through which turns with fresh data go; all else is done in one */
 };
-struct plan { int64_t warmup, calls, batches; };
+struct plan { int64_t warmup, calls, batches, fresh; };
 struct segment { int64_t start, length; };
 
 static void *library;
@@ -79,7 +80,10 @@ static void *in_place, *status_ignore;
 
 static struct command job;
 static int64_t period; /* elements of a pattern */
-static char *send_memory, *recv_memory, *send_at, *recv_at, *input, *patterns;
+static char *send_memory, *recv_memory, *input, *patterns;
+static char *send_at, *recv_at; /* of the array in use */
+static char *whole_at; /* what a reset poisons */
+static int64_t whole_bytes, next, written; /* of the arrays: the next one, and how many have a result of a fresh turn */
 static struct segment *segments;
 
 static void fail(const char *what, const char *why) {
@@ -141,7 +145,7 @@ static void call(handle type, handle op) {
                                      : mpi_reduce(alone ? in_place : send_at, recv_at, n, type, op, root, world);
             break;
         case REDUCE_SCATTER: /* MPI puts the part at the start of the buffer, where NCCL has it at part `rank` */
-            code = mpi_reduce_scatter_block(alone ? in_place : send_at, alone ? send_at : recv_at, n, type, op, world);
+            code = mpi_reduce_scatter_block(alone ? in_place : send_at, recv_at, n, type, op, world);
             break;
         case ALL_GATHER: code = mpi_allgather(alone ? in_place : send_at, n, type, recv_at, n, type, world); break;
         case ALL_TO_ALL: code = mpi_alltoall(send_at, n, type, recv_at, n, type, world); break;
@@ -161,12 +165,27 @@ static void release(void) {
     segments = NULL;
 }
 
-static void reset(void) {
-    memset(recv_memory, 0xFE, (job.in_place ? job.total : job.recv) * job.element);
+static size_t stride_of(int64_t elements) { /* buffers.py's: whole cache lines, and one between */
+    return job.arrays > 1 ? (elements * job.element + 63) / 64 * 64 + 64 : elements * job.element;
+}
+
+static void select_array(int64_t i) {
+    whole_at = recv_memory + i * stride_of(job.in_place ? job.total : job.recv);
+    whole_bytes = (job.in_place ? job.total : job.recv) * job.element;
+    send_at = job.in_place ? whole_at + job.send_at * job.element : send_memory + i * stride_of(job.send);
+    recv_at = whole_at + (job.in_place ? job.recv_at * job.element : 0);
+}
+
+static void write_input(void) {
     for (int64_t i = 0; i < job.send; i += period) {
         int64_t n = job.send - i < period ? job.send - i : period;
         memcpy(send_at + i * job.element, input, n * job.element);
     }
+}
+
+static void reset(void) {
+    memset(whole_at, 0xFE, whole_bytes);
+    write_input();
 }
 
 /* After the job: PERIOD, the input's pattern, and each segment of the result with its pattern. */
@@ -182,15 +201,13 @@ static void prepare(void) {
         read_all(&segments[i], sizeof *segments);
         read_all(patterns + i * bytes, bytes);
     }
-    recv_memory = memory((job.in_place ? job.total : job.recv) * job.element);
-    send_memory = job.in_place ? NULL : memory(job.send * job.element);
-    send_at = job.in_place ? recv_memory + job.send_at * job.element : send_memory;
-    recv_at = recv_memory + (job.in_place ? job.recv_at * job.element : 0);
-    if (job.in_place && job.op == REDUCE_SCATTER) recv_at = send_at;
-    reset();
+    recv_memory = memory(job.arrays * stride_of(job.in_place ? job.total : job.recv));
+    send_memory = job.in_place ? NULL : memory(job.arrays * stride_of(job.send));
+    for (int64_t i = job.arrays; i-- > 0;) select_array(i), reset();
+    next = written = 0;
 }
 
-static int64_t wrong(void) {
+static int64_t wrong(void) { /* of the array in use */
     int64_t found = 0;
     for (int s = 0; s < job.segments; ++s) {
         const char *pattern = patterns + s * period * job.element;
@@ -211,12 +228,45 @@ static double now(void) { /* us */
     return at.tv_sec * 1e6 + at.tv_nsec * 1e-3;
 }
 
+static void next_array(void) { /* of a turn with fresh data: written, not timed */
+    select_array(next);
+    if (written < ++next) written = next;
+    if (next == job.arrays) next = 0;
+    write_input();
+}
+
+static int64_t check(void) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < written; ++i) select_array(i), found += wrong();
+    written = 0;
+    select_array(next);
+    reset();
+    mpi_barrier(world); /* a rank may not send into an array that its owner still poisons: one-sided transports */
+    call(type_of(job.type), reduction_of(job.reduction));
+    return found + wrong();
+}
+
 static void turn(void) {
     struct plan plan;
     read_all(&plan, sizeof plan);
     double *times = memory(plan.batches * sizeof *times);
     handle type = type_of(job.type), op = reduction_of(job.reduction);
     mpi_barrier(world);
+    if (plan.fresh) {
+        for (int64_t i = 0; i < plan.warmup; ++i) next_array(), mpi_barrier(world), call(type, op);
+        for (int64_t b = 0; b < plan.batches; ++b) {
+            times[b] = 0;
+            for (int64_t i = 0; i < plan.calls; ++i) {
+                next_array(), mpi_barrier(world);
+                double before = now();
+                call(type, op);
+                times[b] += (now() - before) / plan.calls;
+            }
+        }
+        write_all(times, plan.batches * sizeof *times);
+        free(times);
+        return;
+    }
     for (int64_t i = 0; i < plan.warmup; ++i) call(type, op);
     double before = now();
     for (int64_t b = 0; b < plan.batches; ++b) {
@@ -248,19 +298,14 @@ int main(int argc, char **argv) {
     memcpy(hello.version, version, sizeof hello.version - 1);
     write_all(&hello, sizeof hello);
     for (;;) {
-        struct command next;
+        struct command got;
         int64_t answer = 0;
-        read_all(&next, sizeof next);
-        if (next.what == STOP) break;
-        if (next.what == PREPARE) job = next, prepare();
-        if (next.what == TURN) { turn(); continue; }
-        if (next.what == RELEASE) release();
-        if (next.what == CHECK) {
-            reset();
-            mpi_barrier(world); /* a rank may not send into an array that its owner still poisons: one-sided transports */
-            call(type_of(job.type), reduction_of(job.reduction));
-            answer = wrong();
-        }
+        read_all(&got, sizeof got);
+        if (got.what == STOP) break;
+        if (got.what == PREPARE) job = got, prepare();
+        if (got.what == TURN) { turn(); continue; }
+        if (got.what == RELEASE) release();
+        if (got.what == CHECK) answer = check();
         write_all(&answer, sizeof answer);
     }
     return mpi_finalize() != 0;

@@ -90,7 +90,7 @@ class AlgorithmExecutor:
             return None
         work = Work(name, max(dst.nbytes, src.nbytes), result)
         queue = comm._queue
-        handle = queue.begin(None if stream is None else handle)
+        handle = queue.begin(name, None if stream is None else handle)
         try:
             if comm._on_host:
                 call_check = CallCheck(comm, label, fingerprint)
