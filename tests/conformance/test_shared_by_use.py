@@ -79,6 +79,20 @@ def test_at_the_third_use(n):
     run_ranks(at_the_third_use, n, fresh=True)
 
 
+def many_in_turn(ctx):
+    comm = ctx.new_communicator()
+    arrays = [ones(COUNT // 4) for _ in range(40)]
+    for _ in range(USES):
+        for array in arrays:
+            comm.all_reduce(array)
+    assert all(is_shared(comm, array) for array in arrays)
+    comm.close()
+
+
+def test_many_in_turn():
+    run_ranks(many_in_turn, 2, fresh=True)
+
+
 def beside_a_view(ctx):
     """What an allocation holds behind the array that calls use stays as it is, to the last byte that malloc has."""
     comm = ctx.new_communicator()
