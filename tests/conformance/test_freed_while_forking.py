@@ -1,4 +1,4 @@
-"""Memory that is shared by use, freed by one thread while another one forks: what is mapped there next stays as it is."""
+"""Memory shared by use that one thread frees while another one forks: what is mapped there next stays as it is."""
 
 from __future__ import annotations
 
