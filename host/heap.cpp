@@ -41,7 +41,8 @@ struct Allocation {
   Extent extent;
   Origin origin;
   int users;         // of kRegistered
-  uint64_t mark[2];  // of kUsed: what its last 16 bytes hold, which nobody else uses, until it is freed
+  size_t before;     // of kUsed: bytes between the beginning of the mapping and malloc's words about it
+  uint64_t mark[2];  // of kUsed: what the last 16 of them hold, which nobody else uses, until it is freed
   uint32_t uses;
   int in_flight;     // of kUsed: calls whose peers may write to it
 };
@@ -67,13 +68,16 @@ auto& peers() {
 }
 std::atomic<bool> g_used{false};  // something was ever allocated, registered or shared by use
 
-// Whether memory of kUsed is still what was shared. Where it was freed, its mapping is gone: nothing
-// is there, or other memory without the mark.
-bool is_alive(uintptr_t base, const Allocation& known) {
-  if (known.origin != Origin::kUsed) return true;
-  uint64_t found[2];
-  const char* end = reinterpret_cast<const char*>(base) + known.extent.nbytes;
-  return read_own(end - sizeof found, found, sizeof found) && !memcmp(found, known.mark, sizeof found);
+// How much of memory of kUsed is still there. Where it was freed, its mapping is gone: nothing is
+// there, or other memory without the mark. A realloc may have cut its end off.
+size_t remaining(uintptr_t base, const Allocation& known) {
+  size_t nbytes = known.extent.nbytes;
+  if (known.origin != Origin::kUsed) return nbytes;
+  struct { uint64_t mark[2], words[2]; } found;
+  const char* words = reinterpret_cast<const char*>(base) + known.before;
+  if (!read_own(words - sizeof found.mark, &found, sizeof found) || memcmp(found.mark, known.mark, sizeof found.mark)) return 0;
+  size_t now = known.before + chunk_bytes(found.words[1]);
+  return now < nbytes && now % page_size() == 0 ? now : nbytes;
 }
 
 // In a forked child: the parent's extents become private copies, made as they are written to, so
@@ -82,8 +86,9 @@ void leave_parents_heap() {
   Heap& h = heap();
   for (const auto& [address, allocation] : h.allocations) {
     g_bytes -= allocation.extent.nbytes;
-    if (!is_alive(address, allocation)) continue;
-    mmap(reinterpret_cast<void*>(address), allocation.extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+    size_t nbytes = remaining(address, allocation);
+    if (!nbytes) continue;
+    mmap(reinterpret_cast<void*>(address), nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
          h.fd, static_cast<off_t>(allocation.extent.offset));
   }
   h.allocations.clear();
@@ -197,6 +202,17 @@ char* map_own(const Extent& extent, int* code) {
 
 size_t whole_pages(size_t nbytes) { return (nbytes + page_size() - 1) / page_size() * page_size(); }
 
+// Whether an allocation has not been freed. What was cut off of it is given back. Under tables_lock().
+bool is_alive(uintptr_t base, Allocation& known) {
+  Extent& extent = known.extent;
+  size_t nbytes = remaining(base, known), cut = extent.nbytes - nbytes;
+  if (!nbytes || !cut) return nbytes;
+  extent.nbytes = nbytes;
+  give_back({extent.offset + nbytes, cut});
+  g_bytes -= cut;
+  return true;
+}
+
 // Forget memory that its owner has freed. Under tables_lock().
 auto forget(std::map<uintptr_t, Allocation>::iterator freed) {
   give_back(freed->second.extent);
@@ -217,15 +233,17 @@ auto holding(const void* address, size_t nbytes) {
   auto above = allocations.upper_bound(at);
   if (above == allocations.begin()) return allocations.end();
   auto found = std::prev(above);
-  if (at + nbytes > found->first + found->second.extent.nbytes) return allocations.end();
-  if (is_alive(found->first, found->second)) return found;
+  auto fits = [&] { return at + nbytes <= found->first + found->second.extent.nbytes; };
+  if (!fits()) return allocations.end();
+  if (is_alive(found->first, found->second)) return fits() ? found : allocations.end();
   forget(found);
   return allocations.end();
 }
 
 // A realloc must not let a mapping grow over what comes next in the file. mremap refuses memory with
 // two kinds of advice, and realloc then copies. (Of a file without a disk the advice means nothing.)
-void forbid_growth(char* base, size_t nbytes) { madvise(base + nbytes - page_size(), page_size(), MADV_RANDOM); }
+// The first page has the other one: the last may be cut off.
+void forbid_growth(char* base) { madvise(base, page_size(), MADV_RANDOM); }
 
 SharedPlace place_in(std::map<uintptr_t, Allocation>::iterator known, const void* address) {
   const Extent& extent = known->second.extent;
@@ -249,36 +267,33 @@ Allocation* share(const OwnMapping& own, Origin origin) {
     give_back(extent);
     return nullptr;
   }
-  forbid_growth(own.base, own.nbytes);
+  forbid_growth(own.base);
   g_used.store(true, std::memory_order_release);
   g_bytes += extent.nbytes;
-  return &(heap().allocations[reinterpret_cast<uintptr_t>(own.base)] = {extent, origin, 1, {}, 0, 0});
+  return &(heap().allocations[reinterpret_cast<uintptr_t>(own.base)] = {extent, origin, 1, own.before, {}, 0, 0});
 }
 
 // Make shared memory the caller's own again, whatever other threads write to it meanwhile: from one
-// moment on writes go to private copies of the pages, and then all pages are copied. Whatever
-// happens, it is forgotten: it may be freed, and its address used for something else. Where there is
-// no memory for the copies, the extent keeps its place in the file until the program ends. Under
-// tables_lock().
-auto make_private(std::map<uintptr_t, Allocation>::iterator found) {
-  char* base = reinterpret_cast<char*>(found->first);
-  Extent extent = found->second.extent;
-  auto next = heap().allocations.erase(found);
-  if (mmap(base, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, heap().fd,
+// moment on writes go to private copies of the pages, and then all pages are copied. Where there is
+// no memory for the copies, the extent keeps its place in the file until the program ends. false: it
+// is still shared. Under tables_lock().
+bool make_private(uintptr_t base, const Extent& extent) {
+  char* memory = reinterpret_cast<char*>(base);
+  if (mmap(memory, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, heap().fd,
            static_cast<off_t>(extent.offset)) == MAP_FAILED)
-    return next;
-  forbid_growth(base, extent.nbytes);
+    return false;
+  forbid_growth(memory);
   int code;
-  do code = madvise(base, extent.nbytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+  do code = madvise(memory, extent.nbytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
   while (code == EINTR || code == EAGAIN);
   if (code == EINVAL) {  // before Linux 5.14
-    for (size_t at = 0; at < extent.nbytes; at += page_size()) __atomic_fetch_or(base + at, 0, __ATOMIC_RELAXED);
+    for (size_t at = 0; at < extent.nbytes; at += page_size()) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
   } else if (code) {
-    return next;
+    return true;
   }
   give_back(extent);
   g_bytes -= extent.nbytes;
-  return next;
+  return true;
 }
 
 }  // namespace
@@ -290,12 +305,13 @@ ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
   Error error;
   if (!enough_memory("ncclMemAlloc", rounded, &error)) return raise(error);
   std::lock_guard<std::mutex> hold(tables_lock());
+  forget_all_freed();  // or the new memory could lie at the address of some
   Extent extent;
   if (!open_heap(&error) || !take_extent(rounded, &extent, &error)) return raise(error);
   int code;
   char* address = map_own(extent, &code);
   if (!address) return raise(no_memory("ncclMemAlloc", nbytes, strerror(code)));
-  heap().allocations[reinterpret_cast<uintptr_t>(address)] = {extent, Origin::kAllocated, 1, {}, 0, 0};
+  heap().allocations[reinterpret_cast<uintptr_t>(address)] = {extent, Origin::kAllocated, 1, 0, {}, 0, 0};
   g_used.store(true, std::memory_order_release);
   g_bytes += rounded;
   *ptr = address;
@@ -330,18 +346,22 @@ void memory_unshare(void* address) {
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = holding(address, 1);
   if (found == heap().allocations.end()) return;
-  if (found->second.origin == Origin::kRegistered && !--found->second.users) make_private(found);
+  if (found->second.origin == Origin::kRegistered && !--found->second.users) {
+    make_private(found->first, found->second.extent);
+    heap().allocations.erase(found);  // in any case: it may be freed, and its address used for something else
+  }
 }
 
 bool memory_share_used(void* address, size_t nbytes) {
   OwnMapping own = mapping_of(address, nbytes);
   uint64_t mark[2];
-  if (own.spare < sizeof mark || !is_replaceable(own)) return false;
-  void* end = own.base + own.nbytes - sizeof mark;
-  Allocation* known = read_own(end, mark, sizeof mark) ? share(own, Origin::kUsed) : nullptr;
-  if (!known) return false;
+  if (own.before < sizeof mark || !is_replaceable(own)) return false;
+  char* at = own.base + own.before - sizeof mark;
+  if (!read_own(at, mark, sizeof mark)) return false;  // the system doesn't allow it
   random_bytes(mark, sizeof mark);
-  memcpy(end, mark, sizeof mark);
+  Allocation* known = share(own, Origin::kUsed);
+  if (!known) return false;
+  memcpy(at, mark, sizeof mark);
   memcpy(known->mark, mark, sizeof mark);
   return true;
 }
@@ -352,10 +372,16 @@ void heap_before_fork() {
   auto& allocations = heap().allocations;
   bool any = false;
   for (const auto& [address, known] : allocations) any = any || known.origin == Origin::kUsed;
-  if (!any || pages_may_be_pinned()) return;
-  forget_all_freed();
-  for (auto it = allocations.begin(); it != allocations.end();)
-    it = it->second.origin == Origin::kUsed && !it->second.in_flight ? make_private(it) : std::next(it);
+  if (!any) return;
+  bool keep = pages_may_be_pinned();
+  for (auto it = allocations.begin(); it != allocations.end();) {
+    // Another thread may free it at any time, and get other memory at its address: so each is looked at
+    // right before it is replaced, and not all before the first, which takes a while.
+    bool alive = is_alive(it->first, it->second), changes = it->second.origin == Origin::kUsed && !it->second.in_flight && !keep;
+    if (!alive) it = forget(it);
+    else if (changes && make_private(it->first, it->second.extent)) it = allocations.erase(it);
+    else ++it;
+  }
 }
 
 SharedPlace SharedMemoryUse::place(const void* address, size_t nbytes) {

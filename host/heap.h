@@ -36,8 +36,8 @@ ncclResult_t memory_free(void* ptr);
 bool memory_share(void* address, size_t nbytes);
 void memory_unshare(void* address);
 
-// The same for memory whose owner doesn't know of it, and may free it. With spare bytes at its end,
-// which hold a mark for as long as it is there. Under tables_lock().
+// The same for memory whose owner doesn't know of it, and may free it. Only with unused bytes before
+// its beginning, which hold a mark for as long as it is there. Under tables_lock().
 bool memory_share_used(void* address, size_t nbytes);
 // Let go of what was freed of it. Under tables_lock().
 void forget_freed();

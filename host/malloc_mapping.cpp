@@ -54,14 +54,14 @@ OwnMapping mapping_of(void* address, size_t nbytes) {
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
   if (at % page_size() < 2 * sizeof(size_t) || at % 16) return {};
   const size_t* words = static_cast<const size_t*>(address) - 2;
-  constexpr size_t kIsMapping = 2, kFlags = 7;
-  if ((words[1] & kFlags) != kIsMapping) return {};
-  size_t before = words[0], size = words[1] & ~kFlags;
+  constexpr size_t kIsMapping = 2;
+  if (words[1] - chunk_bytes(words[1]) != kIsMapping) return {};
+  size_t before = words[0], size = chunk_bytes(words[1]);
   uintptr_t chunk = at - 2 * sizeof(size_t), base = chunk - before;
   if (before >= at || base % page_size() || (before + size) % page_size()) return {};
   uintptr_t end = base + before + size;
   if (at + nbytes > end || end - (at + nbytes) >= page_size() + 64) return {};
-  return {reinterpret_cast<char*>(base), before + size, end - (at + nbytes)};
+  return {reinterpret_cast<char*>(base), before + size, before};
 #else
   (void)address, (void)nbytes;
   return {};

@@ -15,7 +15,7 @@ struct RankBlock;
 
 // Write into this rank's block what a peer tries to read. Before the ranks go.
 void publish_probe(RankBlock* block);
-// Whether this rank may read, and so write, the memory of all others: the kernel, a container's filter or
+// Whether this rank may read and write the memory of all others: the kernel, a container's filter or
 // COLLECTIVES_CMA=0 may forbid it. Tried at the first call that asks.
 bool can_read_peers(ncclComm& comm);
 // Whether the kernel reads this process's memory for others: it doesn't where a driver has mapped it

@@ -26,10 +26,18 @@ int from_environment() {
 const int g_least_uses = from_environment();
 std::atomic<int> g_needed{g_least_uses};
 
-// The allocations used last. One that takes the place of another begins anew.
+// The allocations that were used last, under tables_lock(). A new one takes the place of the one
+// that came first.
 struct Seen { uintptr_t address; size_t nbytes; int uses; };
-constexpr size_t kSeen = 64;
-Seen g_seen[kSeen];  // under tables_lock()
+constexpr size_t kSeen = 256;
+Seen g_seen[kSeen];
+size_t g_first = 0;
+
+Seen& seen_at(uintptr_t address) {
+  Seen* found = std::find_if(g_seen, g_seen + kSeen, [&](const Seen& s) { return s.address == address; });
+  return found == g_seen + kSeen ? g_seen[g_first++ % kSeen] : *found;
+}
+
 int g_until_sweep = kSweepEvery;
 
 }  // namespace
@@ -45,7 +53,7 @@ bool note_use(const void* address, size_t nbytes) {
   }
   if (!own.nbytes) return false;
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
-  Seen& seen = g_seen[(at / page_size() * 0x9e3779b97f4a7c15ull) >> 58];
+  Seen& seen = seen_at(at);
   if (seen.address != at || seen.nbytes != nbytes) seen = {at, nbytes, 0};
   if (++seen.uses < g_needed.load(std::memory_order_relaxed)) return false;
   // Not again for long: where it can't be shared, asking costs time.

@@ -45,12 +45,12 @@ def use(comm, array, times=USES):
         comm.all_reduce(array)
 
 
-def at_the_third_use(ctx, kind):
+def at_the_third_use(ctx):
     comm = ctx.new_communicator()
     library = comm.engine.library
     before = library.memory_in_use()
-    array = mapped(lambda: torch.ones(COUNT) if kind == "tensor" else np.ones(COUNT, np.float32))
-    address = array.data_ptr() if kind == "tensor" else array.ctypes.data
+    array = ones()
+    address = array.data_ptr()
     for done in range(USES):
         assert not is_shared(comm, array), done
         comm.all_reduce(array)
@@ -68,13 +68,45 @@ def at_the_third_use(ctx, kind):
     part = ones()
     use(comm, part[: COUNT // 2], 2 * USES)  # others may write to the rest
     assert not is_shared(comm, part)
+    unaligned = mapped(lambda: np.ones(COUNT, np.float32))  # malloc leaves no byte of its mapping unused
+    use(comm, unaligned, 2 * USES)
+    assert not is_shared(comm, unaligned)
     comm.close()
 
 
-@pytest.mark.parametrize("kind", ["tensor", "NumPy array"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_at_the_third_use(n, kind):
-    run_ranks(at_the_third_use, n, kind, fresh=True)
+def test_at_the_third_use(n):
+    run_ranks(at_the_third_use, n, fresh=True)
+
+
+def many_in_turn(ctx):
+    comm = ctx.new_communicator()
+    arrays = [ones(COUNT // 4) for _ in range(40)]
+    for _ in range(USES):
+        for array in arrays:
+            comm.all_reduce(array)
+    assert all(is_shared(comm, array) for array in arrays)
+    comm.close()
+
+
+def test_many_in_turn():
+    run_ranks(many_in_turn, 2, fresh=True)
+
+
+def beside_a_view(ctx):
+    """What an allocation holds behind the array that calls use stays as it is, to the last byte that malloc has."""
+    comm = ctx.new_communicator()
+    whole = mapped(lambda: np.ones(COUNT + 1018, np.float32))
+    use(comm, whole[:-4])
+    assert whole[-4:].tolist() == [1.0] * 4
+    whole[-4:] = whole[0]
+    use(comm, ones())
+    assert (whole == whole[0]).all()
+    comm.close()
+
+
+def test_beside_a_view():
+    run_ranks(beside_a_view, 2, fresh=True)
 
 
 def results(comm, make):
@@ -188,26 +220,91 @@ def test_forked_child():
     run_ranks(forked, 2, fresh=True)
 
 
-def resized(ctx):
-    """realloc moves a mapping where it can: here it must copy."""
+class Aligned:
+    """Memory of malloc's with an alignment of 64 bytes, as a tensor's, that can be resized."""
+
+    def __init__(self, count):
+        self.libc = ctypes.CDLL(None)
+        self.libc.realloc.restype = ctypes.c_void_p
+        self.libc.realloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.address = ctypes.c_void_p()
+        assert self.libc.posix_memalign(ctypes.byref(self.address), 64, 4 * count) == 0
+        self.count = count
+
+    def array(self):
+        return np.frombuffer((ctypes.c_float * self.count).from_address(self.address.value), np.float32)
+
+    def resize(self, count):
+        self.address = ctypes.c_void_p(self.libc.realloc(self.address, 4 * count))
+        self.count = count
+        return self.array()
+
+    def free(self):
+        self.libc.free(self.address)
+
+
+def resized(ctx, new_count):
+    """realloc moves a mapping where it can, which must not show; or it cuts its end off, or leaves it as it is."""
     comm = ctx.new_communicator()
-    array, other = mapped(lambda: np.ones(COUNT, np.float32)), ones()
+    memory, other = mapped(lambda: Aligned(COUNT)), ones()
+    before = comm.engine.library.memory_in_use()
+    array = memory.array()
+    array[:] = 1
     use(comm, array)
     use(comm, other)
     assert is_shared(comm, array) and is_shared(comm, other)
     other.fill_(5)
-    array.resize(3 * COUNT, refcheck=False)
-    assert (array[:COUNT] == ctx.size**USES).all() and not array[COUNT:].any()  # NumPy clears what is new
+    array, least = memory.resize(new_count), min(new_count, COUNT)
+    assert (array[:least] == ctx.size**USES).all()
+    array[least:] = ctx.size**USES
+    stays = new_count <= COUNT + 900
+    for value in (ctx.size**USES, 2):
+        assert is_shared(comm, array) == stays and (array == value).all() and bool((other == 5).all())
+        array[:] = 2
+    array = memory.resize(new_count + COUNT)
+    assert (array[:new_count] == 2).all()
     array[:] = 2
     assert bool((other == 5).all())
     use(comm, array, 2 * USES)
     use(comm, other)
     assert (array == 2 * ctx.size ** (2 * USES)).all() and bool((other == 5 * ctx.size**USES).all())
+    memory.free()
+    del array, other
+    gc.collect()
+    used = comm.empty(COUNT)  # notes what was freed
+    assert comm.engine.library.memory_in_use() == before + used.nbytes
+    del used
     comm.close()
 
 
-def test_resized():
-    run_ranks(resized, 2, fresh=True)
+@pytest.mark.parametrize("new_count", [3 * COUNT, COUNT + 900, COUNT - 2000, COUNT // 2])
+def test_resized(new_count):
+    run_ranks(resized, 2, new_count, fresh=True)
+
+
+def in_the_place_of_others(ctx):
+    """The engine's own memory at the address of memory that was shared by use and freed."""
+    comm = ctx.new_communicator()
+    library = comm.engine.library
+    before, same = library.memory_in_use(), 0
+    for _ in range(4):
+        array = mapped(lambda: torch.ones(COUNT // 4 + 1000))
+        base = array.data_ptr() - 64
+        use(comm, array, 64)
+        assert is_shared(comm, array)
+        del array
+        own = comm.empty(COUNT // 4 + 2000)
+        same += own.data_ptr() == base
+        assert is_shared(comm, own)
+        del own
+        gc.collect()
+    comm.close()
+    return same, library.memory_in_use() - before
+
+
+def test_in_the_place_of_others():
+    for same, in_use in run_ranks(in_the_place_of_others, 2, fresh=True):
+        assert same and in_use <= 0
 
 
 def registered_too(ctx):
