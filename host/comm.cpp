@@ -443,6 +443,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (c->segment) c->publish_state(kLeft);
     c->magic = 0;
     release(c);
+    forget_freed();
     return ncclSuccess;
   });
 }
@@ -456,6 +457,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     wait_until_idle(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
     c->magic = 0;
     release(c);
+    forget_freed();
     return ncclSuccess;
   });
 }

@@ -346,7 +346,10 @@ void memory_unshare(void* address) {
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = holding(address, 1);
   if (found == heap().allocations.end()) return;
-  if (found->second.origin == Origin::kRegistered && !--found->second.users) {
+  if (found->second.origin != Origin::kRegistered || --found->second.users) return;
+  if (found->second.in_flight) {  // since before it was registered: peers may write to it
+    found->second.origin = Origin::kUsed;
+  } else {
     make_private(found->first, found->second.extent);
     heap().allocations.erase(found);  // in any case: it may be freed, and its address used for something else
   }
@@ -366,7 +369,10 @@ bool memory_share_used(void* address, size_t nbytes) {
   return true;
 }
 
-void forget_freed() { forget_all_freed(); }
+void forget_freed() {
+  std::lock_guard<std::mutex> hold(tables_lock());
+  forget_all_freed();
+}
 
 void heap_before_fork() {
   auto& allocations = heap().allocations;

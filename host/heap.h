@@ -39,7 +39,7 @@ void memory_unshare(void* address);
 // The same for memory whose owner doesn't know of it, and may free it. Only with unused bytes before
 // its beginning, which hold a mark for as long as it is there. Under tables_lock().
 bool memory_share_used(void* address, size_t nbytes);
-// Let go of what was freed of it. Under tables_lock().
+// Let go of what was freed of it.
 void forget_freed();
 // Make it private memory again, so that a child has its contents at the time of the fork; but for
 // what a call is using, whose peers may write to it. Under tables_lock().

@@ -44,7 +44,7 @@ constexpr int64_t kLinger = 1000 * 1000 * 1000;  // ns
 
 // Do [0, count) elements in parts, on this thread and on cores that its rank has to itself and that
 // are idle: one core doesn't reach the rate of the memory on a node that has many. Which parts
-// there are depends on count and esize alone.
+// there are depends on count and esize alone, so that statistics of them add up to the same bits.
 template <class F>
 void in_parts(const ncclComm& c, size_t count, size_t esize, F&& work) {
   int own_cores = count * esize < kShareFrom ? 1 : c.cores / c.size;
@@ -173,13 +173,13 @@ char* Collective::peer_array(int rank, bool receives) {
 
 namespace {
 
-// Memory for copies of the peers', of this thread.
+// Memory for copies of the peers', of this thread. NULL: there is none.
 char* scratch(size_t nbytes) {
   static thread_local std::unique_ptr<char[]> memory;
   static thread_local size_t size = 0;
   if (nbytes > size) {
-    memory.reset(new char[nbytes]);
-    size = nbytes;
+    memory.reset(new (std::nothrow) char[nbytes]);
+    size = memory ? nbytes : 0;
   }
   return memory.get();
 }
@@ -192,7 +192,7 @@ void Collective::work_in_place() {
   char* to = static_cast<char*>(op.recv);
   bool root = c.rank == op.root;
   auto sent_by = [&](int r) { return peer_array(r, false); };
-  Error unreachable;  // a peer's memory
+  Error unreachable;  // a peer's memory, or memory for it
   std::mutex unreachable_lock;
   auto keep = [&](Error e) {
     if (!e) return;
@@ -223,11 +223,12 @@ void Collective::work_in_place() {
       size_t from = scatters ? c.rank * nbytes : first * esize;
       uint64_t read_from[kMaxRanks] = {}, written_to[kMaxRanks] = {};  // by the system; 0: the memory is shared
       size_t apart = 0;
+      bool writes = false;
       for (int r = 0; r < c.size && !error; ++r) {
         const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
         if (is_apart(r, memory.send)) read_from[r] = memory.send.offset + from, ++apart;
         else sources[r] = sent_by(r) + from;
-        if (op.kind == CollKind::AllReduce && is_apart(r, memory.recv)) written_to[r] = memory.recv.offset + from;
+        if (op.kind == CollKind::AllReduce && is_apart(r, memory.recv)) written_to[r] = memory.recv.offset + from, writes = true;
       }
       coll_reduction how = reduction(scalars);
       int n = 0;
@@ -246,7 +247,7 @@ void Collective::work_in_place() {
       }
       if (error) break;
       how.copy_count = n - 1;
-      how.past_caches = past_caches && !apart && outs[0] != sources[c.rank];  // in place the lines are in the caches: it takes 1.3 times as long
+      how.past_caches = past_caches && !writes && outs[0] != sources[c.rank];  // in place the lines are in the caches: it takes 1.3 times as long
       size_t read_at_once = esize * static_cast<size_t>(c.size), parts = parts_of(last - first, read_at_once);
       std::unique_ptr<coll_share[]> shares;  // of each part, since the parts end in any order
       if (op.share) {
@@ -263,6 +264,7 @@ void Collective::work_in_place() {
         if (shares) part.share = &shares[index];
         size_t part_bytes = (end - begin) * esize;
         char* copy = apart ? scratch(apart * part_bytes) : nullptr;
+        if (apart && !copy) return keep(make_error(collHostErrorMemory, "no memory for copies of the peers' data"));
         for (int r = 0; r < c.size; ++r) {
           if (!read_from[r]) {
             some[r] = static_cast<const char*>(sources[r]) + begin * esize;
@@ -275,6 +277,7 @@ void Collective::work_in_place() {
         for (int i = 1; i < n; ++i) copies[i - 1] = static_cast<char*>(outs[i]) + begin * esize;
         char* out = static_cast<char*>(outs[0]) + begin * esize;
         reduce(out, some, c.size, end - begin, part);
+        if (writes && peer_gave_up()) return;  // its memory may be something else by now
         for (int i = 1; i < c.size; ++i)
           if (int r = (c.rank + i) % c.size; written_to[r]) keep(write_peer(c, r, written_to[r] + begin * esize, out, part_bytes));
       });

@@ -38,7 +38,7 @@ Seen& seen_at(uintptr_t address) {
   return found == g_seen + kSeen ? g_seen[g_first++ % kSeen] : *found;
 }
 
-int g_until_sweep = kSweepEvery;
+std::atomic<int> g_until_sweep{kSweepEvery};
 
 }  // namespace
 
@@ -46,12 +46,12 @@ bool note_use(const void* address, size_t nbytes) {
   if (nbytes < kLeast || !g_least_uses) return false;
   void* memory = const_cast<void*>(address);
   OwnMapping own = mapping_of(memory, nbytes);
-  std::lock_guard<std::mutex> hold(tables_lock());
   if (!--g_until_sweep) {
     forget_freed();
     g_until_sweep = kSweepEvery;
   }
   if (!own.nbytes) return false;
+  std::lock_guard<std::mutex> hold(tables_lock());
   uintptr_t at = reinterpret_cast<uintptr_t>(address);
   Seen& seen = seen_at(at);
   if (seen.address != at || seen.nbytes != nbytes) seen = {at, nbytes, 0};
