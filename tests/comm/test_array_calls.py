@@ -327,6 +327,9 @@ def every_call(ctx, how):
             t = base[rank].clone()
             comm.all_reduce(as_array(t), op)
             assert torch.equal(t, fold(torch.stack(base), 0)), op
+            t, out = base[rank].clone(), torch.zeros(6)
+            comm.all_reduce(as_array(t), op, out=as_array(out))
+            assert torch.equal(out, fold(torch.stack(base), 0)) and torch.equal(t, base[rank]), op
         for root in range(size):
             t = base[rank].clone()
             comm.reduce(as_array(t), root, "sum")
@@ -401,11 +404,14 @@ def test_what_the_short_way_does_not_take(comm):
     for out, inp in ((one[:3], one), (torch.zeros(3), one), (two.double(), one), (two.int(), one), (one[1:], one[:3])):
         assert short.all_gather(out, inp) is False and short.all_to_all(out, inp) is False
         assert short.reduce_scatter(out, inp, "sum") is False
+        assert short.all_reduce(inp, "sum", out) is False
+    assert short.all_reduce(one, "sum", one) is False  # in place: without out
+    assert short.all_reduce(one, "sum", two) is True
     assert short.all_to_all(one, one) is False
     assert short.all_gather(one, one) is True  # in place, in a world of one
     with comm.group():
         assert answers(comm) == [False] * 6
-    assert comm._native.sequence() == before + 1
+    assert comm._native.sequence() == before + 2
 
 
 def test_a_group_holds_calls_back(comm):
