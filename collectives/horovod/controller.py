@@ -1,11 +1,12 @@
 """Controller of a process set: negotiates operations in cycles, and carries them out.
 
-A cycle is one small all-gather. A thread that waits for an operation runs the cycles itself. While
-no thread waits, a background thread runs them, HOROVOD_CYCLE_TIME milliseconds (default 1) after an
-operation was submitted, so that what was submitted in the meantime is fused. A rank that has no
-operation under way takes no part in cycles and so holds up the others until it submits one: they
-can't go on without it anyway. A rank whose operations all wait for other ranks takes part with
-nothing new after a pause, and at once when an operation is submitted.
+A cycle is a small all-gather or two: of the number of a plan, where all ranks submit again what
+they have submitted before, else of what they submit. A thread that waits for an operation runs the
+cycles itself. While no thread waits, a background thread runs them, HOROVOD_CYCLE_TIME milliseconds
+(default 1) after an operation was submitted, so that what was submitted in the meantime is fused. A
+rank that has no operation under way takes no part in cycles and so holds up the others until it
+submits one: they can't go on without it anyway. A rank whose operations all wait for other ranks
+takes part with nothing new after a pause, and at once when an operation is submitted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..comm.communicator import Communicator
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, InvalidArgument
 from ..recorder import recording
+from .cycle_pause import CyclePause
 from .exceptions import HorovodInternalError
 from .fusion import Executor
 from .message_table import CachedPlan, FusedResponse, MessageTable, fuse_responses
@@ -33,7 +35,6 @@ from .settings import Settings
 __all__ = ["Controller"]
 
 _cached_of = attrgetter("cached")
-_MIN_PAUSE = 50e-6  # seconds, before a rank takes part with nothing new
 
 
 class Controller:
@@ -67,9 +68,7 @@ class Controller:
         self._driver_thread = 0  # id of the thread that runs a cycle, or 0
         self._cycle_ended = threading.Condition()  # for threads that wait while another one runs the cycles
         self._waiting = 0  # threads at _cycle_ended
-        self._submitted = threading.Condition()  # ends a pause
-        self._pausing = False
-        self._pause = _MIN_PAUSE
+        self._pause = CyclePause(settings.cycle_time)
         self._join_requested = False
         self._join_sent = False
         self._last_joined: int | None = None
@@ -101,9 +100,8 @@ class Controller:
                 )
             self._names.add(name)
         self._queue.append(entry)
-        if self._pausing:
-            with self._submitted:
-                self._submitted.notify()
+        if self._pause.active:
+            self._pause.end()
         if not waits and not self._work_available.is_set():
             if self._thread is None:
                 self._start_thread()
@@ -201,9 +199,9 @@ class Controller:
             self._fail_all(self.broken)
             return
         if self._queue or (self._join_requested and not self._join_sent):
-            self._pause = _MIN_PAUSE
+            self._pause.reset()
         elif self.outstanding or self._join_sent:
-            self._pause_before_cycle()
+            self._pause.wait(lambda: self._queue or self._join_sent)
         else:
             return
         try:
@@ -221,15 +219,6 @@ class Controller:
             self._fail_all(error)
             self._abort_comms()
             raise
-
-    def _pause_before_cycle(self) -> None:
-        """Wait, until something is submitted at most, before a cycle with nothing new."""
-        with self._submitted:
-            self._pausing = True
-            if not self._queue and not self._join_sent:
-                self._submitted.wait(self._pause)
-            self._pausing = False
-        self._pause = min(2 * self._pause, self.settings.cycle_time or _MIN_PAUSE)
 
     def _drain_queue(self) -> list[TensorTableEntry]:
         queue, new = self._queue, []
@@ -249,7 +238,8 @@ class Controller:
     def _negotiate(self, new: list[TensorTableEntry]) -> CachedPlan | None:
         """Exchange new entries with the other ranks and add all ranks' ones to the message table.
 
-        Returns a plan where all ranks have sent the same: then the table has nothing to add.
+        Returns a plan where all ranks have sent the same: then the table has nothing to add. After
+        a cycle of a plan, which all ranks know of, they compare the numbers of their plans first.
         """
         table, exchange = self._message_table, self._exchange
         requests = tuple(map(_cached_of, new))

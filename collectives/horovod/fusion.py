@@ -17,6 +17,7 @@ from ..torch_compat import flatten_dense_tensors as flatten
 from .adasum import adasum_
 from .message_table import FusedResponse, Response
 from .messages import CAST_DTYPES, Request, TensorTableEntry
+from .one_call import is_one_call, make_call
 
 __all__ = ["Executor"]
 
@@ -46,36 +47,16 @@ class Executor:
 
         An entry is None where this rank has joined.
         """
+        if item.one_call is None:
+            item.one_call = len(item.responses) == 1 and is_one_call(item.responses[0])
         if item.one_call and not torch.is_inference_mode_enabled():
-            self._make_call(item.request, entries[0])
+            make_call(self.comms["cpu"], item.request, entries[0])
             return
         with torch.no_grad(), torch.inference_mode(False):
             if item.request.device == "cpu":
                 self._perform(item, entries)
             else:
                 self._perform_on_stream(item, entries)
-
-    def _make_call(self, request: Request, entry: TensorTableEntry) -> None:
-        """Carry out what is one call, in a fraction of the time: autograd has nothing to record."""
-        kind, comm = request.kind, self.comms["cpu"]
-        if kind == "barrier":
-            entry.results = []
-            return
-        (tensor,) = entry.inputs
-        out = None if entry.outputs is None else entry.outputs[0]
-        if kind == "allreduce":
-            if out is None:
-                out = torch.empty_like(tensor)
-            comm.all_reduce(tensor, request.op, out=None if out is tensor else out)
-        elif kind == "allgather":
-            rows, *inner = tensor.shape
-            out = tensor.new_empty((self.size * rows, *inner))
-            comm.all_gather(out, tensor)
-        else:
-            if out is None:
-                out = tensor.clone() if self.rank == request.root else torch.empty_like(tensor)
-            comm.broadcast(out, request.root)
-        entry.results = [out]
 
     def _perform_on_stream(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
         """Carry out an item on the communication stream of a GPU."""
@@ -110,7 +91,7 @@ class Executor:
         inputs, outputs = [], []
         for response, entry in zip(responses, entries, strict=True):
             if entry is None:
-                zeros = self._zeros(response.request)
+                zeros = _zeros(response.request, comm.device)
                 inputs += zeros
                 outputs += zeros
                 continue
@@ -281,7 +262,7 @@ class Executor:
 
     def _allgather(self, response: Response, entry: TensorTableEntry | None) -> None:
         comm = self.comms[response.request.device]
-        inputs = self._zeros(response.request, rows=0) if entry is None else entry.inputs
+        inputs = _zeros(response.request, comm.device, rows=0) if entry is None else entry.inputs
         results = []
         for index, tensor in enumerate(inputs):
             rows = [0 if each is None else each.request.shapes[index][0] for each in response.cached_requests]
@@ -329,14 +310,6 @@ class Executor:
 
     # ---- Memory.
 
-    def _zeros(self, request, rows: int | None = None) -> list[torch.Tensor]:
-        """Return the tensors with which a rank that has joined takes part."""
-        device = self.comms[request.device].device
-        return [
-            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=getattr(torch, dtype), device=device)
-            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
-        ]
-
     def _buffer(self, comm, total: int, dtype: torch.dtype) -> torch.Tensor:
         kind, nbytes = comm.device.type, total * dtype.itemsize
         buffer = self._fusion_buffers.get(kind)
@@ -348,6 +321,14 @@ class Executor:
         if view is None or view.numel() != total or view.dtype != dtype:
             view = self._fusion_views[kind] = buffer[:nbytes].view(dtype)
         return view
+
+
+def _zeros(request: Request, device: torch.device, rows: int | None = None) -> list[torch.Tensor]:
+    """Return the tensors with which a rank that has joined takes part; ``rows``: of each, if not its own."""
+    return [
+        torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=getattr(torch, dtype), device=device)
+        for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+    ]
 
 
 def _contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:

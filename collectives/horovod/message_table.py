@@ -50,26 +50,17 @@ class FusedResponse:
     response of any kind.
 
     ``request``: of the first response. ``error``: why it can't be carried out; such a response is
-    alone.
+    alone. ``one_call``: whether `make_call` carries it out; None: the executor finds out.
     """
 
-    __slots__ = ("_one_call", "_small", "error", "request", "responses")
+    __slots__ = ("_small", "error", "one_call", "request", "responses")
 
     def __init__(self, response: Response):
         self.responses = [response]
         self.request = response.request
         self.error = response.error
         self._small: bool | None = None
-        self._one_call: bool | None = None
-
-    @property
-    def one_call(self) -> bool:
-        """Whether it is a barrier, or one call of the communicator on one tensor of the host and
-        nothing else, with the same request on all ranks.
-        """
-        if self._one_call is None:
-            self._one_call = len(self.responses) == 1 and _is_one_call(self.responses[0])
-        return self._one_call
+        self.one_call: bool | None = None
 
     @property
     def small(self) -> bool:
@@ -300,13 +291,3 @@ def fuse_responses(responses: list[Response], threshold: int) -> list[FusedRespo
             fusion[0].responses.append(response)
             fusion[1] += nbytes
     return items
-
-
-def _is_one_call(response: Response) -> bool:
-    request = response.request
-    if len(request.shapes) > 1 or request.device != "cpu" or len(set(response.cached_requests)) != 1:
-        return False
-    if request.kind == "allreduce":  # the host engine takes an average itself, too
-        unscaled = request.prescale == request.postscale == 1
-        return response.cached.fusion_key is not None and not request.wire and unscaled
-    return request.kind in ("allgather", "broadcast", "barrier")
