@@ -296,22 +296,29 @@ cdef class ArrayCalls:
         value = PyLong_AsLongAndOverflow(number, &overflow)
         return <int> value if overflow == 0 and 0 <= value < self.size else -1
 
-    def all_reduce(self, array, op, /):
-        """Reduce an array over all ranks, in place. C: ``ncclAllReduce``."""
-        cdef Span span
+    def all_reduce(self, array, op, out=None, /):
+        """Reduce an array over all ranks, in place or into ``out``. C: ``ncclAllReduce``."""
+        cdef Span of, to
         cdef size_t stream
         cdef ncclResult_t result
         cdef ncclComm_t comm
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int code = plain_op(self.comm, op_code(op))
-        if code < 0 or not self.reader.fill(array, True, &span) or not self.stream_of(<void*> api.ncclAllReduce,
-                                                                                      &stream):
+        if code < 0 or not self.reader.fill(array, out is None, &of):
+            return False
+        to = of
+        if out is not None:
+            if not self.reader.fill(out, True, &to) or to.dtype != of.dtype or to.count != of.count:
+                return False
+            if not apart(&to, &of):
+                return False
+        if not self.stream_of(<void*> api.ncclAllReduce, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclAllReduce, "ncclAllReduce")
-        record = self.comm.note("ncclAllReduce", FLIGHT_ALL_REDUCE, span.count, span.dtype, stream, -1)
+        record = self.comm.note("ncclAllReduce", FLIGHT_ALL_REDUCE, of.count, of.dtype, stream, -1)
         with nogil:
-            result = api.ncclAllReduce(span.ptr, span.ptr, span.count, <ncclDataType_t> span.dtype, <ncclRedOp_t> code,
+            result = api.ncclAllReduce(of.ptr, to.ptr, of.count, <ncclDataType_t> of.dtype, <ncclRedOp_t> code,
                                        comm, <cudaStream_t> stream)
         self.comm.leave_op(result, "ncclAllReduce", record)
         return True

@@ -162,8 +162,8 @@ class Communicator(CommMemory):
         native algorithm, which is used; else `InvalidUsage` or `InvalidArgument`. It must not be
         used until the operation is done. C: collHostAllReduceShare.
         """
-        if not async_op and stream is None and algorithm in self._native_names and share is None and out is None:
-            if self._fast_path.all_reduce(array, op):
+        if not async_op and stream is None and algorithm in self._native_names and share is None:
+            if self._fast_path.all_reduce(array, op, out):
                 return None
         return operations.all_reduce(self, array, op, async_op, algorithm, stream, share, out)
 

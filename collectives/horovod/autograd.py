@@ -31,7 +31,11 @@ __all__ = [
 
 def _needs_autograd(tensors) -> bool:
     """Return whether autograd must record an operation on these tensors."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 class _Allreduce(torch.autograd.Function):
@@ -77,9 +81,12 @@ def allreduce(
 
     Arguments: as `allreduce_async`. ``compression``: a class of `Compression`, for what is sent.
     """
-    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, compression)
     if compression is Compression.none and not _needs_autograd((tensor,)):
-        return synchronize(ops.allreduce_async(tensor, **options, _waits=True))
+        handle = ops.allreduce_async(
+            tensor, average, name, op, prescale_factor, postscale_factor, process_set, _waits=True
+        )  # fmt: skip
+        return synchronize(handle)
+    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, compression)
     return _compressed_allreduce([tensor], compression, options)[0]
 
 
@@ -115,8 +122,9 @@ def allreduce_(
     process_set=global_process_set,
 ):  # fmt: skip
     """Reduce a tensor in place; blocks."""
-    options = _options(average, name, op, prescale_factor, postscale_factor, process_set, None)
-    synchronize(ops.allreduce_async_(tensor, **options, _waits=True))
+    synchronize(
+        ops.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set, _waits=True)
+    )
     return tensor
 
 

@@ -111,10 +111,10 @@ class World:
 
     def controller(self, process_set: ProcessSet) -> Controller:
         """Return the controller of a process set; `ValueError` where this rank isn't in it."""
-        self.check_process_set(process_set)
-        number = process_set.process_set_id
+        number = getattr(process_set, "process_set_id", None)
         controller = self._controllers.get(number)
-        if controller is None:
+        if controller is None or self.process_sets.get(number) is not process_set:
+            self.check_process_set(process_set)
             raise ValueError(f"rank {self.rank} isn't in process set {number}, which has ranks {process_set.ranks}")
         return controller
 

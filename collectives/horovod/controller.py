@@ -1,11 +1,12 @@
 """Controller of a process set: negotiates operations in cycles, and carries them out.
 
-A cycle is one small all-gather. A thread that waits for an operation runs the cycles itself. While
-no thread waits, a background thread runs them, HOROVOD_CYCLE_TIME milliseconds (default 1) after an
-operation was submitted, so that what was submitted in the meantime is fused. A rank that has no
-operation under way takes no part in cycles and so holds up the others until it submits one: they
-can't go on without it anyway. A rank whose operations all wait for other ranks takes part with
-nothing new after a pause, and at once when an operation is submitted.
+A cycle is a small all-gather or two: of the number of a plan, where all ranks submit again what
+they have submitted before, else of what they submit. A thread that waits for an operation runs the
+cycles itself. While no thread waits, a background thread runs them, HOROVOD_CYCLE_TIME milliseconds
+(default 1) after an operation was submitted, so that what was submitted in the meantime is fused. A
+rank that has no operation under way takes no part in cycles and so holds up the others until it
+submits one: they can't go on without it anyway. A rank whose operations all wait for other ranks
+takes part with nothing new after a pause, and at once when an operation is submitted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from operator import attrgetter
 
 import torch
 
@@ -22,25 +24,27 @@ from ..comm.communicator import Communicator
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, InvalidArgument
 from ..recorder import recording
+from .cycle_pause import CyclePause
 from .exceptions import HorovodInternalError
 from .fusion import Executor
-from .message_table import CachedPlan, FusedResponse, MessageTable, fuse_responses, message_key
-from .messages import TensorTableEntry
+from .message_table import CachedPlan, FusedResponse, MessageTable, fuse_responses
+from .messages import CachedRequest, TensorTableEntry
 from .request_exchange import RequestExchange
 from .settings import Settings
 
 __all__ = ["Controller"]
 
-_MIN_PAUSE = 50e-6  # seconds, before a rank takes part with nothing new
+_cached_of = attrgetter("cached")
 
 
 class Controller:
     """Negotiates and carries out the operations of one process set.
 
     ``control``: communicator on host memory for the cycles. ``comms``: communicator for each device
-    type. It owns them. ``ranks``: the members of the process set, for messages. ``outstanding``:
-    entries that other ranks know of and that are not carried out, by key. ``broken``: the error
-    after which nothing more is carried out.
+    type. It owns them. ``ranks``: the members of the process set, for messages. ``known_requests``:
+    of operations on one tensor, by their arguments; for who submits them. ``outstanding``: entries
+    that other ranks know of and that are not carried out, by key. ``broken``: the error after which
+    nothing more is carried out.
     """
 
     def __init__(self, control: Communicator, comms: dict[str, Communicator], ranks: list[int], settings: Settings):
@@ -50,6 +54,7 @@ class Controller:
         self.size = control.size
         self.rank = control.rank
         self.settings = settings
+        self.known_requests: dict[tuple, CachedRequest] = {}
         self.outstanding: dict[str, TensorTableEntry] = {}
         self._negotiating: list[TensorTableEntry] = []  # entries that the running cycle sends
         self.broken: BaseException | None = None
@@ -58,15 +63,12 @@ class Controller:
         self._queue: deque[TensorTableEntry] = deque()
         self._names: set[str] = set()  # of entries under way
         self._exchange = RequestExchange(control)
-        self._unnamed_counts: dict[str, int] = {}
         self._sequence = 0
         self._cycle_lock = threading.Lock()  # held during a cycle
         self._driver_thread = 0  # id of the thread that runs a cycle, or 0
         self._cycle_ended = threading.Condition()  # for threads that wait while another one runs the cycles
         self._waiting = 0  # threads at _cycle_ended
-        self._submitted = threading.Condition()  # ends a pause
-        self._pausing = False
-        self._pause = _MIN_PAUSE
+        self._pause = CyclePause(settings.cycle_time)
         self._join_requested = False
         self._join_sent = False
         self._last_joined: int | None = None
@@ -79,18 +81,18 @@ class Controller:
 
     # ---- Submitting and waiting; from any thread.
 
-    def submit(self, entry: TensorTableEntry, *, waits: bool = False) -> None:
+    def submit(self, entry: TensorTableEntry, waits: bool = False) -> None:
         """Submit an operation.
 
         ``waits``: the caller waits for it next, so that no other thread need run the cycles. Raises
         `ValueError` where one of that name is under way, `HorovodInternalError` once the controller
         is broken.
         """
-        self._raise_if_broken()
+        if self.broken is not None or self.forked:
+            self._raise_if_broken()
         if self._join_requested:
             raise ValueError("this rank has joined: it can't submit anything before all others have")
-        name = entry.key
-        if name:
+        if name := entry.key:
             if name in self._names:
                 raise ValueError(
                     f"{name!r} is under way on this rank already: synchronize() it first, or give the second one "
@@ -98,9 +100,8 @@ class Controller:
                 )
             self._names.add(name)
         self._queue.append(entry)
-        if self._pausing:
-            with self._submitted:
-                self._submitted.notify()
+        if self._pause.active:
+            self._pause.end()
         if not waits and not self._work_available.is_set():
             if self._thread is None:
                 self._start_thread()
@@ -112,7 +113,8 @@ class Controller:
         Raises the operation's error. On CUDA it is done once it is enqueued: the current stream
         waits for it, and the host doesn't.
         """
-        self._wait_until_done(entry)
+        if not entry.done:
+            self._wait_until_done(entry)
         if entry.error is not None:
             raise entry.error
         if entry.finish_event is not None:
@@ -125,7 +127,7 @@ class Controller:
     def _wait_until_done(self, waited) -> None:
         """Block until an entry or a `_Completion` is done."""
         while not waited.done:
-            if self._cycle_lock.acquire(blocking=False):
+            if self._cycle_lock.acquire(False):
                 self._drive_cycle(waited)
             else:
                 self._wait_for_driver(waited)
@@ -139,7 +141,8 @@ class Controller:
         finally:
             self._driver_thread = 0
             self._cycle_lock.release()
-            self._notify_waiters()
+            if self._waiting:
+                self._notify_waiters()
 
     def _wait_for_driver(self, waited) -> None:
         """Block until what is waited for is done, or no other thread runs the cycles.
@@ -162,9 +165,8 @@ class Controller:
                 self._waiting -= 1
 
     def _notify_waiters(self) -> None:
-        if self._waiting:
-            with self._cycle_ended:
-                self._cycle_ended.notify_all()
+        with self._cycle_ended:
+            self._cycle_ended.notify_all()
 
     def join(self) -> int:
         """Take part with zeros in what the others submit until all have joined.
@@ -196,31 +198,19 @@ class Controller:
         if self.broken is not None:
             self._fail_all(self.broken)
             return
-        if not self._queue and not (self._join_requested and not self._join_sent):
-            if not self.outstanding and not self._join_sent:
-                return
-            with self._submitted:
-                self._pausing = True
-                if not self._queue and not self._join_sent:
-                    self._submitted.wait(self._pause)
-                self._pausing = False
-            self._pause = min(2 * self._pause, self.settings.cycle_time or _MIN_PAUSE)
+        if self._queue or (self._join_requested and not self._join_sent):
+            self._pause.reset()
+        elif self.outstanding or self._join_sent:
+            self._pause.wait(lambda: self._queue or self._join_sent)
         else:
-            self._pause = _MIN_PAUSE
+            return
         try:
             new = self._drain_queue()
             plan = self._negotiate(new)
             if plan is not None:
-                for item, positions in plan.items:
-                    self._perform_operation(item, [new[position] for position in positions])
-                self._negotiating = []
-            for item in fuse_responses(self._message_table.pop_ready(), self.settings.fusion_threshold):
-                self._perform_operation(item, [self.outstanding.get(response.key) for response in item.responses])
-            last = self._message_table.finish_join() if self._message_table.joined else None
-            if last is not None:
-                self._unnamed_counts.clear()  # this rank hasn't counted the operations after its join
-                self._last_joined = last
-                self._join_done.done = True
+                self._perform_plan(plan, new)
+            else:
+                self._perform_ready()
         except Exception as error:
             self._fail_all(error)
             if not isinstance(error, CollectivesError) or isinstance(error, InvalidArgument):
@@ -231,48 +221,72 @@ class Controller:
             raise
 
     def _drain_queue(self) -> list[TensorTableEntry]:
-        queue = self._queue
-        self._negotiating = new = [queue.popleft() for _ in range(len(queue))]
+        queue, new = self._queue, []
+        self._negotiating = new
+        while queue:
+            new.append(queue.popleft())
         return new
 
     def _add_outstanding(self, new: list[TensorTableEntry]) -> None:
         """Add entries that aren't carried out at once to ``outstanding``, by their keys."""
-        for entry in new:
-            if not entry.key:
-                entry.key = message_key(entry.request, self._unnamed_counts)
-            self.outstanding[entry.key] = entry
+        keys = self._message_table.keys_of(self.rank, map(_cached_of, new))
+        for entry, key in zip(new, keys, strict=True):
+            entry.key = key
+            self.outstanding[key] = entry
         self._negotiating = []
 
     def _negotiate(self, new: list[TensorTableEntry]) -> CachedPlan | None:
         """Exchange new entries with the other ranks and add all ranks' ones to the message table.
 
-        Returns a plan where all ranks have sent the same: then the table has nothing to add.
+        Returns a plan where all ranks have sent the same: then the table has nothing to add. After
+        a cycle of a plan, which all ranks know of, they compare the numbers of their plans first.
         """
+        table, exchange = self._message_table, self._exchange
+        requests = tuple(map(_cached_of, new))
         join = self._join_requested and not self._join_sent
+        if table.planned:
+            plan = None if join else table.find_plan(requests)
+            if exchange.agree(plan.number if plan is not None else 0):
+                table.use_plan(plan)
+                return plan
         if join:
             self._join_sent = True
-        ids = self._exchange.gather([entry.cached for entry in new], join=join)
-        table = self._message_table
+        ids = exchange.gather(requests, join=join)
         if ids is not None:
             plan = table.plan_for(tuple(ids), self.settings.fusion_threshold)
             if plan is not None:
-                for kind, count in plan.unnamed.items():
-                    self._unnamed_counts[kind] = self._unnamed_counts.get(kind, 0) + count
                 return plan
         self._add_outstanding(new)
-        table.add_messages(self._exchange.messages())
+        table.add_messages(exchange.messages())
         return None
 
+    def _perform_plan(self, plan: CachedPlan, new: list[TensorTableEntry]) -> None:
+        if len(plan.items) == 1:  # of all of them, in their order
+            self._perform_operation(plan.items[0][0], new)
+        else:
+            for item, positions in plan.items:
+                self._perform_operation(item, [new[position] for position in positions])
+        self._negotiating = []
+
+    def _perform_ready(self) -> None:
+        """Carry out what all ranks have submitted by now, and end the join where all have joined."""
+        table = self._message_table
+        for item in fuse_responses(table.pop_ready(), self.settings.fusion_threshold):
+            self._perform_operation(item, [self.outstanding.get(response.key) for response in item.responses])
+        last = table.finish_join() if table.joined else None
+        if last is not None:
+            self._last_joined = last
+            self._join_done.done = True
+
     def _perform_operation(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
-        begun = time.perf_counter_ns()
-        error = item.error
+        recorder, error = recording.active, item.error
+        begun = time.perf_counter_ns() if recorder is not None else 0
         if error is None:
-            with torch.no_grad(), torch.inference_mode(False):
-                self._executor.run(item, entries)
-        if recording.active is not None:
+            self._executor.run(item, entries)
+        if recorder is not None:
             name = _name(entries[0]) if entries[0] is not None else "for others"
             name = name if len(entries) == 1 else f"{len(entries)} fused, {name} first"
-            recording.active.add("horovod", name, begun, time.perf_counter_ns())
+            recorder.add("horovod", name, begun, time.perf_counter_ns())
         outstanding, names = self.outstanding, self._names
         for entry in entries:
             self._sequence += 1

@@ -17,6 +17,7 @@ from ..torch_compat import flatten_dense_tensors as flatten
 from .adasum import adasum_
 from .message_table import FusedResponse, Response
 from .messages import CAST_DTYPES, Request, TensorTableEntry
+from .one_call import is_one_call, make_call
 
 __all__ = ["Executor"]
 
@@ -46,10 +47,20 @@ class Executor:
 
         An entry is None where this rank has joined.
         """
-        device = item.request.device
-        if device == "cpu":
-            self._perform(item, entries)
+        if item.one_call is None:
+            item.one_call = len(item.responses) == 1 and is_one_call(item.responses[0])
+        if item.one_call and not torch.is_inference_mode_enabled():
+            make_call(self.comms["cpu"], item.request, entries[0])
             return
+        with torch.no_grad(), torch.inference_mode(False):
+            if item.request.device == "cpu":
+                self._perform(item, entries)
+            else:
+                self._perform_on_stream(item, entries)
+
+    def _perform_on_stream(self, item: FusedResponse, entries: list[TensorTableEntry | None]) -> None:
+        """Carry out an item on the communication stream of a GPU."""
+        device = item.request.device
         stream = self._streams[device]
         mine = [each for each in entries if each is not None]
         # The device is set, too: leaving a stream of another device sets the thread's former
@@ -80,7 +91,7 @@ class Executor:
         inputs, outputs = [], []
         for response, entry in zip(responses, entries, strict=True):
             if entry is None:
-                zeros = self._zeros(response.request)
+                zeros = _zeros(response.request, comm.device)
                 inputs += zeros
                 outputs += zeros
                 continue
@@ -251,7 +262,7 @@ class Executor:
 
     def _allgather(self, response: Response, entry: TensorTableEntry | None) -> None:
         comm = self.comms[response.request.device]
-        inputs = self._zeros(response.request, rows=0) if entry is None else entry.inputs
+        inputs = _zeros(response.request, comm.device, rows=0) if entry is None else entry.inputs
         results = []
         for index, tensor in enumerate(inputs):
             rows = [0 if each is None else each.request.shapes[index][0] for each in response.cached_requests]
@@ -299,14 +310,6 @@ class Executor:
 
     # ---- Memory.
 
-    def _zeros(self, request, rows: int | None = None) -> list[torch.Tensor]:
-        """Return the tensors with which a rank that has joined takes part."""
-        device = self.comms[request.device].device
-        return [
-            torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=getattr(torch, dtype), device=device)
-            for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
-        ]
-
     def _buffer(self, comm, total: int, dtype: torch.dtype) -> torch.Tensor:
         kind, nbytes = comm.device.type, total * dtype.itemsize
         buffer = self._fusion_buffers.get(kind)
@@ -318,6 +321,14 @@ class Executor:
         if view is None or view.numel() != total or view.dtype != dtype:
             view = self._fusion_views[kind] = buffer[:nbytes].view(dtype)
         return view
+
+
+def _zeros(request: Request, device: torch.device, rows: int | None = None) -> list[torch.Tensor]:
+    """Return the tensors with which a rank that has joined takes part; ``rows``: of each, if not its own."""
+    return [
+        torch.zeros(shape if rows is None else (rows, *shape[1:]), dtype=getattr(torch, dtype), device=device)
+        for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
+    ]
 
 
 def _contiguous_view(tensors: list[torch.Tensor]) -> torch.Tensor | None:

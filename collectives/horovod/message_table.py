@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import TransportError
 from .messages import CachedRequest, Request, cached_request
 
-__all__ = ["CachedPlan", "FusedResponse", "MessageTable", "Response", "fuse_responses", "message_key"]
+__all__ = ["CachedPlan", "FusedResponse", "MessageTable", "Response", "fuse_responses"]
 
 _SMALL_BYTES = 1 << 20  # bytes of a fused allreduce
 _MAX_PLANS = 256
@@ -48,23 +48,19 @@ class Response(NamedTuple):
 class FusedResponse:
     """Allreduces that are carried out as one, all of one dtype, device, op and scale; or one
     response of any kind.
+
+    ``request``: of the first response. ``error``: why it can't be carried out; such a response is
+    alone. ``one_call``: whether `make_call` carries it out; None: the executor finds out.
     """
 
-    __slots__ = ("_small", "responses")
+    __slots__ = ("_small", "error", "one_call", "request", "responses")
 
-    def __init__(self, responses: list[Response]):
-        self.responses = responses
+    def __init__(self, response: Response):
+        self.responses = [response]
+        self.request = response.request
+        self.error = response.error
         self._small: bool | None = None
-
-    @property
-    def request(self) -> Request:
-        """The request of the first response."""
-        return self.responses[0].request
-
-    @property
-    def error(self) -> str | None:
-        """Why it can't be carried out: such a response is alone."""
-        return self.responses[0].error
+        self.one_call: bool | None = None
 
     @property
     def small(self) -> bool:
@@ -79,10 +75,11 @@ class FusedResponse:
 class CachedPlan(NamedTuple):
     """Responses to operations that all ranks submit in the same order.
 
-    ``items``: each response with the positions of its operations in that order. ``unnamed``: number
-    of operations without a name, by kind.
+    ``number``: by which all ranks know it, from 1. ``items``: each response with the positions of
+    its operations in that order. ``unnamed``: number of operations without a name, by kind.
     """
 
+    number: int
     items: list[tuple[FusedResponse, list[int]]]
     unnamed: dict[str, int]
 
@@ -91,21 +88,27 @@ class MessageTable:
     """Operations that some of ``size`` ranks have submitted, and not all.
 
     ``waiting``: by key, one cached request for each rank, None where it hasn't submitted the
-    operation. ``joined``: ranks that have joined, in the order of joining.
+    operation. ``joined``: ranks that have joined, in the order of joining. ``planned``: whether the
+    last cycle was one of a plan, so that nothing waits; the same on all ranks.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.waiting: dict[str, list[CachedRequest | None]] = {}
         self.joined: list[int] = []
+        self.planned = False
         self._requests: list[list[CachedRequest]] = [[] for _ in range(size)]  # by rank and request id
+        # Operations without a name, by kind: those of plans, which all ranks have submitted, and the others by rank.
+        self._unnamed_in_plans: dict[str, int] = {}
         self._unnamed: list[dict[str, int]] = [{} for _ in range(size)]
         self._ready: list[Response] = []
         self._ids_match = True  # a request id means the same request on all ranks
-        self._plans: dict[tuple[int, ...], CachedPlan] = {}
+        self._plans: dict[tuple[CachedRequest, ...], CachedPlan] = {}
+        self._plan_number = 0  # of the newest plan
 
     def add_messages(self, messages: Iterable) -> None:
         """Add a cycle's messages of all ranks, by rank, as `RequestExchange.messages` returns them."""
+        self.planned = False
         for rank, message in enumerate(messages):
             if message.new is not None:
                 self.register_requests(rank, message.new, restart=message.restart)
@@ -133,7 +136,7 @@ class MessageTable:
             raise TransportError(text, op="hvd", peers=(rank,))
         for number in request_ids:
             cached = known[number]
-            key = cached.key or message_key(cached.request, unnamed)
+            key = cached.key or self._unnamed_key(cached.request.kind, unnamed)
             row = waiting.get(key)
             if row is None:
                 row = waiting[key] = [None] * size
@@ -141,27 +144,55 @@ class MessageTable:
             if None not in row or self.joined:
                 self._complete_if_ready(key, row)
 
+    def keys_of(self, rank: int, requests: Iterable[CachedRequest]) -> list[str]:
+        """Return the keys of operations that a rank submits next."""
+        unnamed = dict(self._unnamed[rank])
+        return [cached.key or self._unnamed_key(cached.request.kind, unnamed) for cached in requests]
+
+    def _unnamed_key(self, kind: str, unnamed: dict[str, int]) -> str:
+        """Return the key of a rank's next operation without a name, and count it in ``unnamed``."""
+        number = unnamed.get(kind, 0)
+        unnamed[kind] = number + 1
+        return f"{kind}.noname.{self._unnamed_in_plans.get(kind, 0) + number}"
+
     def plan_for(self, request_ids: tuple[int, ...], threshold: int) -> CachedPlan | None:
-        """Return the plan of what all ranks have submitted in the same order.
+        """Return the plan of what all ranks have submitted in the same order, and count it as used.
 
         ``threshold``: as of `fuse_responses`. None: `add_submitted` must be called for each rank.
         """
         unnamed = self._unnamed[0]
         if self.waiting or self.joined or not self._ids_match or any(each != unnamed for each in self._unnamed[1:]):
             return None
-        plan = self._plans.get(request_ids)
-        if plan is None:
-            requests = [self._requests[0][number] for number in request_ids]
-            ready = [Response(position, [cached] * self.size, None) for position, cached in enumerate(requests)]
-            items = [(item, [each.key for each in item.responses]) for item in fuse_responses(ready, threshold)]
-            kinds = [cached.request.kind for cached in requests if not cached.key]
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[request_ids] = CachedPlan(items, {kind: kinds.count(kind) for kind in set(kinds)})
-        for each in self._unnamed:
-            for kind, count in plan.unnamed.items():
-                each[kind] = each.get(kind, 0) + count
+        requests = tuple([self._requests[0][number] for number in request_ids])
+        plan = self._plans.get(requests) or self._make_plan(requests, threshold)
+        self.planned = True
+        self.use_plan(plan)
         return plan
+
+    def _make_plan(self, requests: tuple[CachedRequest, ...], threshold: int) -> CachedPlan:
+        ready = [Response(position, [cached] * self.size, None) for position, cached in enumerate(requests)]
+        items = [(item, [each.key for each in item.responses]) for item in fuse_responses(ready, threshold)]
+        kinds = [cached.request.kind for cached in requests if not cached.key]
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plan_number += 1
+        plan = CachedPlan(self._plan_number, items, {kind: kinds.count(kind) for kind in set(kinds)})
+        self._plans[requests] = plan
+        return plan
+
+    def find_plan(self, requests: tuple[CachedRequest, ...]) -> CachedPlan | None:
+        """Return the plan of what this rank submits, if it has one.
+
+        It may be used where ``planned`` is true and all ranks have found it: call `use_plan` then.
+        """
+        return self._plans.get(requests)
+
+    def use_plan(self, plan: CachedPlan) -> None:
+        """Count the operations of a plan as submitted by all ranks."""
+        if plan.unnamed:
+            counts = self._unnamed_in_plans
+            for kind, count in plan.unnamed.items():
+                counts[kind] = counts.get(kind, 0) + count
 
     def join(self, rank: int) -> None:
         """Record that a rank has no more data: it takes part in what the others submit."""
@@ -187,7 +218,7 @@ class MessageTable:
             return None
         last = self.joined[-1]
         self.joined = []
-        for unnamed in self._unnamed:  # a rank that had joined has counted fewer
+        for unnamed in (self._unnamed_in_plans, *self._unnamed):  # a rank that had joined has counted fewer
             unnamed.clear()
         return last
 
@@ -196,18 +227,6 @@ class MessageTable:
             return
         del self.waiting[key]
         self._ready.append(Response(key, row, find_mismatch(row)))
-
-
-def message_key(request: Request, unnamed: dict[str, int]) -> str:
-    """Return the name by which the ranks' entries are matched.
-
-    ``unnamed`` counts those without a name, by kind.
-    """
-    if request.name:
-        return f"{request.kind}.{request.name}"
-    number = unnamed.get(request.kind, 0)
-    unnamed[request.kind] = number + 1
-    return f"{request.kind}.noname.{number}"
 
 
 # Kinds in which a rank that has joined can take part: with zeros, with no rows, with nothing.
@@ -262,12 +281,13 @@ def fuse_responses(responses: list[Response], threshold: int) -> list[FusedRespo
     for response in responses:
         key, nbytes = response.cached.fusion_key, response.cached.nbytes
         if key is None or response.error is not None or (nbytes >= _MIN_UNFUSED_BYTES and key[1] == "cpu"):
-            items.append(FusedResponse([response]))
+            items.append(FusedResponse(response))
             continue
         fusion = open_fusions.get(key)
         if fusion is None or fusion[1] + nbytes > threshold:
-            fusion = open_fusions[key] = [[], 0]
-            items.append(FusedResponse(fusion[0]))
-        fusion[0].append(response)
-        fusion[1] += nbytes
+            fusion = open_fusions[key] = [FusedResponse(response), nbytes]
+            items.append(fusion[0])
+        else:
+            fusion[0].responses.append(response)
+            fusion[1] += nbytes
     return items

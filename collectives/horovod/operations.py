@@ -73,12 +73,17 @@ _handles: dict[int, tuple[Controller | None, TensorTableEntry, bool]] = {}  # Tr
 _handles_world: weakref.ref | None = None  # the world of the handles
 
 
-def _submit(process_set: ProcessSet, entry: TensorTableEntry, grouped: bool, waits: bool = False) -> int:
+def _submit(controller: Controller, entry: TensorTableEntry, grouped: bool, waits: bool = False):
+    """Submit an operation and return its handle.
+
+    ``waits``: the caller synchronizes it next, and then it has no number, but is its handle itself.
+    """
     world = current()
-    controller = world.controller(process_set)
     if _handles_world is None or _handles_world() is not world:
         _drop_ended_jobs(world)
-    controller.submit(entry, waits=waits)
+    controller.submit(entry, waits)
+    if waits:
+        return controller, entry, grouped
     handle = next(_handle_ids)
     _handles[handle] = controller, entry, grouped
     return handle
@@ -116,12 +121,15 @@ def synchronize(handle: int):
     Blocks on the host, and on CUDA makes the current stream wait. Returns None for a handle that
     was synchronized before. Raises `HorovodInternalError` where the operation failed.
     """
-    if callable(handle):  # a handle of sparse_allreduce_async
+    if handle.__class__ is tuple:  # of a blocking operation
+        controller, entry, grouped = handle
+    elif callable(handle):  # a handle of sparse_allreduce_async
         return handle()
-    known = _handles.pop(handle, None)
-    if known is None:
-        return None
-    controller, entry, grouped = known
+    else:
+        known = _handles.pop(handle, None)
+        if known is None:
+            return None
+        controller, entry, grouped = known
     if controller is None:
         raise entry.error
     controller.wait(entry)
@@ -165,7 +173,7 @@ def _check_tensor(kind: str, tensor, in_place: bool = False) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _make_request(kind: str, process_set, tensors, name, **rest) -> CachedRequest:
+def _make_request(kind: str, controller: Controller, tensors, name, **rest) -> CachedRequest:
     if name is not None and not isinstance(name, str):
         raise ValueError(f"name must be a str, not {name!r}")
     device = "cpu"
@@ -174,7 +182,7 @@ def _make_request(kind: str, process_set, tensors, name, **rest) -> CachedReques
         if len(tensors) > 1 and len(devices := {tensor.device for tensor in tensors}) > 1:
             raise ValueError(f"{kind}: a group's tensors must be on one device, not on {sorted(map(str, devices))}")
         device = place.type
-        comms = current().controller(process_set).comms
+        comms = controller.comms
         if device not in comms or (device != "cpu" and place != comms[device].device):
             there = ", ".join(str(comm.device) for comm in comms.values())
             raise ValueError(
@@ -216,32 +224,46 @@ def _reduction_options(kind: str, tensors, average, op, prescale, postscale, com
 
 
 _STRIDED = torch.strided
-_cached_requests: dict[tuple, CachedRequest] = {}  # of allreduces of one tensor, by their arguments
-_MAX_CACHED_REQUESTS = 4096
+_MAX_KNOWN_REQUESTS = 4096
+
+
+def _known_request(controller: Controller, arguments: tuple) -> CachedRequest | None:
+    """Return the request of an operation on one tensor that was called with these arguments before.
+
+    An argument that can't be hashed isn't valid, and was never kept.
+    """
+    try:
+        return controller.known_requests.get(arguments)
+    except TypeError:
+        return None
+
+
+def _keep_request(controller: Controller, arguments: tuple, cached: CachedRequest) -> None:
+    known = controller.known_requests
+    if len(known) >= _MAX_KNOWN_REQUESTS:
+        known.clear()
+    known[arguments] = cached
 
 
 def _allreduce(
     tensors, average, name, op, prescale, postscale, process_set, in_place, grouped, waits, compression=None
 ):  # fmt: skip
+    controller = current().controller(process_set)
     if grouped:
         checked = _check_tensors("allreduce", tensors, in_place)
         reduction = _reduction_options("allreduce", checked, average, op, prescale, postscale, compression)
-        cached = _make_request("allreduce", process_set, checked, name, **reduction)
-        return _submit(process_set, TensorTableEntry(cached, checked, checked if in_place else None), True, waits)
-    checked = _check_tensor("allreduce", tensors, in_place)
-    known = (name, checked.dtype, checked.shape, checked.device, op, prescale, postscale, compression, process_set)
-    try:
-        cached = _cached_requests.get(known) if average is None and not isinstance(op, bool) else None
-    except TypeError:  # an argument that can't be hashed, and isn't valid
-        cached = None
+        cached = _make_request("allreduce", controller, checked, name, **reduction)
+        return _submit(controller, TensorTableEntry(cached, checked, checked if in_place else None), True, waits)
+    tensor = _check_tensor("allreduce", tensors, in_place)
+    arguments = name, tensor.dtype, tensor.shape, tensor.device, op, prescale, postscale, compression
+    plain = average is None and op.__class__ is not bool
+    cached = _known_request(controller, arguments) if plain else None
     if cached is None:
-        reduction = _reduction_options("allreduce", [checked], average, op, prescale, postscale, compression)
-        cached = _make_request("allreduce", process_set, [checked], name, **reduction)
-        if average is None:
-            if len(_cached_requests) >= _MAX_CACHED_REQUESTS:
-                _cached_requests.clear()
-            _cached_requests[known] = cached
-    return _submit(process_set, TensorTableEntry(cached, [checked], [checked] if in_place else None), False, waits)
+        reduction = _reduction_options("allreduce", [tensor], average, op, prescale, postscale, compression)
+        cached = _make_request("allreduce", controller, [tensor], name, **reduction)
+        if plain:
+            _keep_request(controller, arguments, cached)
+    return _submit(controller, TensorTableEntry(cached, [tensor], [tensor] if in_place else None), False, waits)
 
 
 def allreduce_async(
@@ -320,12 +342,19 @@ def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
 
 
 def _allgather(tensors, name, process_set, grouped, waits):
+    controller = current().controller(process_set)
     checked = _check_tensors("allgather", tensors) if grouped else [_check_tensor("allgather", tensors)]
-    for tensor in checked:
-        if not tensor.dim():
-            raise ValueError("allgather joins tensors along their first dimension, and a scalar has none: use [None]")
-    cached = _make_request("allgather", process_set, checked, name)
-    return _submit(process_set, TensorTableEntry(cached, checked), grouped, waits)
+    arguments = None if grouped else ("allgather", name, checked[0].dtype, checked[0].shape, checked[0].device)
+    cached = _known_request(controller, arguments)
+    if cached is None:
+        for tensor in checked:
+            if not tensor.dim():
+                text = "allgather joins tensors along their first dimension, and a scalar has none: use [None]"
+                raise ValueError(text)
+        cached = _make_request("allgather", controller, checked, name)
+        if arguments:
+            _keep_request(controller, arguments, cached)
+    return _submit(controller, TensorTableEntry(cached, checked), grouped, waits)
 
 
 def allgather_async(tensor, name=None, process_set=global_process_set, *, _waits=False):
@@ -343,12 +372,18 @@ def grouped_allgather_async(tensors, name=None, process_set=global_process_set, 
 
 
 def _broadcast(tensor, root_rank, name, process_set, in_place, waits):
+    controller = current().controller(process_set)
     checked = _check_tensor("broadcast", tensor, in_place)
-    ranks = process_set.ranks or [root_rank]
-    if isinstance(root_rank, bool) or not isinstance(root_rank, numbers.Integral) or root_rank not in ranks:
-        raise ValueError(f"broadcast: root_rank must be one of the ranks {ranks}, not {root_rank!r}")
-    cached = _make_request("broadcast", process_set, [checked], name, root=ranks.index(root_rank))
-    return _submit(process_set, TensorTableEntry(cached, [checked], [checked] if in_place else None), False, waits)
+    arguments = "broadcast", name, checked.dtype, checked.shape, checked.device, root_rank
+    cached = _known_request(controller, arguments) if root_rank.__class__ is int else None
+    if cached is None:
+        ranks = process_set.ranks
+        if isinstance(root_rank, bool) or not isinstance(root_rank, numbers.Integral) or root_rank not in ranks:
+            raise ValueError(f"broadcast: root_rank must be one of the ranks {ranks}, not {root_rank!r}")
+        cached = _make_request("broadcast", controller, [checked], name, root=ranks.index(root_rank))
+        if root_rank.__class__ is int:
+            _keep_request(controller, arguments, cached)
+    return _submit(controller, TensorTableEntry(cached, [checked], [checked] if in_place else None), False, waits)
 
 
 def broadcast_async(tensor, root_rank, name=None, process_set=global_process_set, *, _waits=False):
@@ -371,10 +406,11 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
     returns the received rows, concatenated in rank order, and the number of rows from each rank,
     int32. Takes any dtype. C: ncclSend and ncclRecv in a group.
     """
+    controller = current().controller(process_set)
     checked = _check_tensor("alltoall", tensor)
     if not checked.dim():
         raise ValueError("alltoall sends rows along the first dimension, and a scalar has none")
-    size = process_set.size() or 1
+    size = controller.size
     if splits is None:
         if checked.shape[0] % size:
             raise ValueError(f"alltoall: {checked.shape[0]} rows can't be shared evenly by {size} ranks: pass splits")
@@ -385,18 +421,19 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
             raise ValueError(f"alltoall: splits must be {size} numbers of rows from 0 up, not {splits}")
         if sum(splits) > checked.shape[0]:
             raise ValueError(f"alltoall: splits add up to {sum(splits)}, and there are {checked.shape[0]} rows")
-    cached = _make_request("alltoall", process_set, [checked], name)
-    return _submit(process_set, TensorTableEntry(cached, [checked], splits=splits), False, _waits)
+    cached = _make_request("alltoall", controller, [checked], name)
+    return _submit(controller, TensorTableEntry(cached, [checked], splits=splits), False, _waits)
 
 
 def _reducescatter(tensors, name, op, process_set, prescale, postscale, grouped, waits):
+    controller = current().controller(process_set)
     checked = _check_tensors("reducescatter", tensors) if grouped else [_check_tensor("reducescatter", tensors)]
     for tensor in checked:
         if not tensor.dim():
             raise ValueError("reducescatter shares out the first dimension, and a scalar has none")
     reduction = _reduction_options("reducescatter", checked, None, op, prescale, postscale)
-    cached = _make_request("reducescatter", process_set, checked, name, **reduction)
-    return _submit(process_set, TensorTableEntry(cached, checked), grouped, waits)
+    cached = _make_request("reducescatter", controller, checked, name, **reduction)
+    return _submit(controller, TensorTableEntry(cached, checked), grouped, waits)
 
 
 def reducescatter_async(
@@ -424,7 +461,7 @@ _BARRIER = cached_request(Request("barrier"))
 
 def barrier(process_set=global_process_set) -> None:
     """Block until all ranks of the process set have called it."""
-    synchronize(_submit(process_set, TensorTableEntry(_BARRIER, []), True, True))
+    synchronize(_submit(current().controller(process_set), TensorTableEntry(_BARRIER, []), True, True))
 
 
 def join(device=-1) -> int:

@@ -1,12 +1,13 @@
-"""Request exchange: gathers new requests of all ranks, once a cycle, by an all-gather or two.
+"""Request exchange: gathers what all ranks have submitted, once a cycle, by an all-gather or two.
 
 It has a format of its own and not `comm.consensus`'s, since a cycle is a part of each operation: in
-the steady state the row alone travels, with the ids of known requests, and nothing is encoded.
+the steady state one number travels, that of a plan which all ranks know; else a row, with the ids
+of known requests; and requests are encoded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -54,8 +55,19 @@ class RequestExchange:
         self._row = numpy.zeros(_WORDS, dtype=numpy.int32)
         self._rows = numpy.zeros((self._size, _WORDS), dtype=numpy.int32)
         self._payload = b""
+        self._plan_number = numpy.zeros(1, dtype=numpy.int64)
+        self._plan_numbers = numpy.zeros((self._size, 1), dtype=numpy.int64)
 
-    def gather(self, requests: list[CachedRequest], *, join: bool) -> list[int] | None:
+    def agree(self, plan_number: int) -> bool:
+        """Return whether all ranks have sent the same plan number, and not 0; blocks."""
+        if self._size == 1:
+            return plan_number != 0
+        own, gathered = self._plan_number, self._plan_numbers
+        own[0] = plan_number
+        self._control.all_gather(gathered, own)
+        return plan_number != 0 and gathered.tobytes() == self._size * own.tobytes()
+
+    def gather(self, requests: Sequence[CachedRequest], *, join: bool) -> list[int] | None:
         """Exchange what this rank has submitted; blocks. ``join``: this rank joins.
 
         Returns the request ids where all ranks have sent the same ones, and nothing else. None:

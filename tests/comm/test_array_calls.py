@@ -327,6 +327,9 @@ def every_call(ctx, how):
             t = base[rank].clone()
             comm.all_reduce(as_array(t), op)
             assert torch.equal(t, fold(torch.stack(base), 0)), op
+            t, out = base[rank].clone(), torch.zeros(6)
+            comm.all_reduce(as_array(t), op, out=as_array(out))
+            assert torch.equal(out, fold(torch.stack(base), 0)) and torch.equal(t, base[rank]), op
         for root in range(size):
             t = base[rank].clone()
             comm.reduce(as_array(t), root, "sum")
@@ -420,12 +423,15 @@ def test_what_the_short_way_does_not_take(comm):
         assert short.all_gather(out, inp) is False and short.all_to_all(out, inp) is False
         assert short.reduce_scatter(out, inp, "sum") is False
         assert short.gather(out, inp, 0) is False and short.scatter(inp, out, 0) is False
+        assert short.all_reduce(inp, "sum", out) is False
     assert short.gather(None, one, 0) is False and short.scatter(one, None, 0) is False
+    assert short.all_reduce(one, "sum", one) is False  # in place: without out
+    assert short.all_reduce(one, "sum", two) is True
     assert short.all_to_all(one, one) is False
     assert short.all_gather(one, one) is True  # in place, in a world of one
     with comm.group():
         assert answers(comm) == [False] * 8
-    assert comm._native.sequence() == before + 1
+    assert comm._native.sequence() == before + 2
 
 
 def test_a_group_holds_calls_back(comm):

@@ -241,7 +241,8 @@ def test_a_stall_ends_the_job_where_that_is_asked_for():
 
 def dies(ctx):
     with started(ctx) as hvd:
-        hvd.allreduce(torch.ones(1))
+        for _ in range(3):  # so that what is next would be planned
+            hvd.allreduce(torch.ones(1))
         if ctx.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         handles = [hvd.allreduce_async(torch.ones(5), name=str(i)) for i in range(3)]
