@@ -22,7 +22,7 @@ __all__ = ["connect_ranks", "parse_listener"]
 _PURPOSE = "to connect the machines"
 _GREETING = struct.Struct(">8sII16s16s")  # magic, sender's rank, receiver's rank, the listener's token, a nonce
 _MAGIC = b"COLLNODE"
-_LOOK_S = 0.1  # between looks for why ranks don't come
+_LOOK_S = 0.5  # between looks for why ranks don't come
 _SPARE = 64  # connections of strangers that are kept while their greeting may come
 # Ends a connection whose other node has lost its power, in about two minutes.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))

@@ -30,8 +30,12 @@ class ParentWatch:
         """
         others = [place for place in range(len(self._ranks)) if place != self._rank]
         lost = [place for place in others if self._connections.is_lost(self._ranks[place])]
-        lost = [lost[place] for place in self._store.find_missing([self._keys[place] for place in lost])]
         if not lost:
+            return
+        here = f"listens/{self._ranks[self._rank]}"  # set when the parent was opened: missing with a store that is gone
+        missing = self._store.find_missing([*(self._keys[place] for place in lost), here])
+        lost = [lost[at] for at in missing if at < len(lost)]
+        if not lost or len(lost) < len(missing):
             return
         error = store.fetch_error()
         if error is None:
