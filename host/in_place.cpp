@@ -99,6 +99,10 @@ uint8_t Collective::find_shared_arrays() {
   uint8_t reads = worthwhile && can_read_peers(c) ? kReads : 0;
   if (!sends && !receives) return kEither | reads;
   if (!aligned || reinterpret_cast<uintptr_t>(op.recv) % esize) return kStaged;
+  if (op.kind == CollKind::AllToAll) {  // in place, a rank would write over what its peers have not read yet
+    const char *from = static_cast<const char*>(op.send), *into = static_cast<const char*>(op.recv);
+    if (from < into + given && into < from + given) return kStaged;
+  }
   auto& memory = c.me()->memory[op.seq & 1];
   const char* to = static_cast<const char*>(op.recv);
   bool part_of_result = op.kind == CollKind::AllGather && op.send == to + static_cast<size_t>(c.rank) * given;

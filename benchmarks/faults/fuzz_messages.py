@@ -4,7 +4,6 @@ requests, and the lines of the progress board. The host engine's are in tests/fa
 
 from __future__ import annotations
 
-import ctypes
 import random
 import struct
 from collections.abc import Sequence
@@ -32,20 +31,21 @@ __all__ = ["TARGETS"]
 @contextmanager
 def open_heads():
     def head(number: int, *words) -> bytes:
-        return bytes(messages._Head(number, *words, 0, 1))
+        return messages._Head.pack(number, *words, 0, 1)
 
     own = head(5, *fingerprint_of("all_reduce", dtype=7, count=100, op=0))
-    mine = tuple(messages._Head.from_buffer_copy(own))
+    mine = messages._Message(1, 0, 0, messages._Head.unpack(own))
 
     def read(data: bytes) -> str | None:
-        slot = ctypes.create_string_buffer(messages._ROOM)
-        ctypes.memmove(slot, data, min(len(data), messages._ROOM))
-        found = [(messages._Message(1, 0, 0, mine), messages._read_head(ctypes.addressof(slot)))]
+        memory = bytearray(data[: len(own)].ljust(len(own), b"\0"))
         refusal = None
-        for verify in (messages._verify_calls, messages._verify_messages):
+        for verify in (
+            lambda: messages._verify_calls(0, [(mine, messages._Head.unpack(memory))]),
+            lambda: messages._verify_message(0, mine, memory),
+        ):
             try:
-                verify(0, found)
-                if found[0][1] != mine:
+                verify()
+                if memory != own:
                     return "another head is taken for this rank's"
             except messages.NodeMismatch as error:
                 str(error).encode()
@@ -178,10 +178,7 @@ def open_board():
 TARGETS = [
     Target(
         "heads", open_heads,
-        [
-            messages._verify_calls, messages._verify_messages, messages._read_head, fingerprint.compare,
-            fingerprint.describe,
-        ],
+        [messages._verify_calls, messages._verify_message, fingerprint.compare, fingerprint.describe],
         (messages.NodeMismatch,),
     ),
     Target(

@@ -18,7 +18,7 @@ from collectives.auto import consensus as auto_consensus
 from collectives.backend import barriers
 from collectives.comm import liveness, watchdog
 from collectives.comm.engine import get_engine
-from collectives.comm.multinode import gloo
+from collectives.comm.multinode import addresses, connecting
 from collectives.comm.multinode.error_store import ErrorStore
 from collectives.rendezvous import peers, rounds, store
 from collectives.rendezvous.launcher_store import LauncherStore
@@ -115,8 +115,20 @@ def open_addresses():
     corpus = [json.dumps(each).encode() for each in (["127.0.0.1", "10.0.0.1"], ["", ""], ["10.0.0.2", None])]
 
     def read(data: bytes) -> str | None:
-        own, seen = gloo.parse_addresses(data, 1)
+        own, seen = addresses.parse_addresses(data, 1)
         return None if all(isinstance(each, str) for each in (own, seen)) else f"no addresses: {own!r}, {seen!r}"
+
+    yield corpus, read
+
+
+@contextmanager
+def open_listeners():
+    corpus = [json.dumps(each).encode() for each in (["127.0.0.1", 40123, "ab" * 16], ["fe80::1%end0", 1, "0" * 32])]
+
+    def read(data: bytes) -> str | None:
+        address, port, token = connecting.parse_listener(data, 1)
+        right = isinstance(address, str) and 0 < port < 65536 and len(token) == 16
+        return None if right else f"no place to connect to: {address!r}, {port!r}, {token!r}"
 
     yield corpus, read
 
@@ -236,7 +248,8 @@ TARGETS = [
         mutate=mutate_keyed,
     ),
     Target("errors", open_errors, [ErrorStore.fetch_error]),
-    Target("addresses", open_addresses, [getattr(gloo, "parse_addresses", None)]),
+    Target("addresses", open_addresses, [addresses.parse_addresses]),
+    Target("listeners", open_listeners, [connecting.parse_listener]),
     Target(
         "status", open_status,
         [watchdog.StatusStore.get, getattr(watchdog, "read_failure", None), getattr(watchdog, "read_position", None)],

@@ -23,6 +23,7 @@ WHAT = {
 READ = {
     "sealed": "records with a secret's HMAC", "rendezvous": "records of a rendezvous",
     "errors": "errors that ranks of several nodes post", "addresses": "addresses of nodes",
+    "listeners": "where ranks of several nodes listen",
     "status": "status for the watchdog", "verdicts": "outcomes of `monitored_barrier` and `collectives.auto`",
     "processes": "identities of processes", "rounds": "memberships of an elastic job",
     "heads": "heads of messages between nodes", "requests": "requests of `collectives.horovod`",

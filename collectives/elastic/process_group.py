@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.consensus import all_gather_object
-from ..comm.multinode.gloo import close_connections
 from ..comm.waiting import call_with_timeout, format_ranks
 from ..errors import CollectiveTimeout, InvalidUsage
 from ..rendezvous import world
@@ -20,6 +21,7 @@ from .membership import LAUNCHERS, Membership
 
 __all__ = ["ProcessGroup"]
 
+_ABORT_TAG = 1  # of Gloo's; torch's own calls have 0 where the program names none
 _PAUSE_S = 0.005  # of a rank that has opened its group, and waits for the others
 
 
@@ -40,7 +42,7 @@ class ProcessGroup:
         group = dist.group.WORLD
         for backend in dict.fromkeys(group_backends(group)):  # Gloo's is the same one for CPU and CUDA
             if isinstance(backend, dist.ProcessGroupGloo):
-                close_connections(backend, [rank for rank in range(group.size()) if rank != group.rank()])
+                _close_connections(backend, [rank for rank in range(group.size()) if rank != group.rank()])
             else:
                 backend.abort()
 
@@ -91,3 +93,13 @@ class ProcessGroup:
         while not all(ready):
             time.sleep(_PAUSE_S)
             look()
+
+
+def _close_connections(gloo: dist.ProcessGroupGloo, peers: Iterable[int]) -> None:
+    """Close all connections of a group, from any thread. ``peers``: its other ranks."""
+    # Gloo has no call for it (its `abort` and `shutdown` leave them open), but closes all connections
+    # of a group when one wait runs out of time. A receive from a peer that has closed its connection
+    # fails at once instead: so it is tried with all peers.
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))

@@ -22,7 +22,7 @@ def open_control(comm: Communicator) -> Communicator | None:
     """Open a control communicator over a communicator's ranks. A collective; None for one rank.
 
     On the host it is a split, so that queued operations don't delay it. For ranks on GPUs it is one
-    of the host engine's; Gloo connects their nodes.
+    of the host engine's, with connections of its own between nodes.
     """
     return None if comm.size == 1 else dup_on_host(comm)
 

@@ -253,7 +253,7 @@ def validate(data: Iterable[bytes], participant: Participant) -> Rendezvous:
             what = "several containers of one machine, with a network namespace each"
         raise InvalidUsage(
             f"hierarchical=False, but the ranks are on {what}: {found}. The host engine alone connects the ranks of "
-            "one machine: leave hierarchical out, and it is used inside of each with Gloo between them",
+            "one machine: leave hierarchical out, and it is used inside of each, with TCP between them",
             op="init",
             rank=participant.rank,
         )

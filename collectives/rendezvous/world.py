@@ -48,7 +48,7 @@ def init(
     `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the node has. `device`: None
     for ``cuda:local_rank``, or the CPU. `timeout`: seconds. `deterministic`: reduce in rank order
     only, see `Communicator`. `hierarchical`: reduce and gather inside of each node first, then
-    between nodes. CPUs on several nodes always do (Gloo carries the data between them), and False
+    between nodes. CPUs on several nodes always do (with TCP connections between them), and False
     is an error there; on GPUs NCCL chooses by itself unless it is True. `config`: a `CommConfig` or
     a dict of its fields, the same on all ranks: settings of NCCL, without effect on the host.
 

@@ -145,6 +145,34 @@ def test_past_the_caches(n, reads):
     assert not any(found), found
 
 
+def all_to_all_in_place(ctx):
+    """The C API takes it, staged whatever the size and the memory."""
+    import torch
+
+    found = run_cases(
+        ctx,
+        [
+            Case("all_to_all", dtype, count, inplace=True)
+            for dtype in ("int8", "float32")
+            for count in (100, 300_001, 1 << 20)
+        ],
+    )
+    comm = ctx.communicator()
+    for make in (comm.empty, torch.empty):
+        array = make(ctx.size * 100_000)
+        for step in range(8):
+            array.view(ctx.size, -1)[:] = (torch.arange(ctx.size) + 10 * ctx.rank + 100 * step)[:, None]
+            comm._native.all_to_all(array.data_ptr(), array.data_ptr(), 100_000, 7)
+            want = (10 * torch.arange(ctx.size) + ctx.rank + 100 * step)[:, None].expand(-1, 100_000)
+            found += [] if torch.equal(array.view(ctx.size, -1), want.float()) else [f"{make}, step {step}"]
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_to_all_in_place(n):
+    assert not any(found := run_ranks(all_to_all_in_place, n)), found
+
+
 def factors_over_one_rank(ctx):
     """Before NCCL 2.29.7 its kernel for one rank leaves out the last elements of some counts."""
     counts = (1, 31, 4097, 8195, 16 << 10, (16 << 10) + 1, 65_539, 131_073, 262_145, 262_160, 262_175, 1_000_003)

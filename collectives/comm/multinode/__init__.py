@@ -2,7 +2,7 @@
 
 `topology` says which rank is on which node. `hierarchical` composes collectives of a level inside
 of nodes and a level between them. On the host `host` gives it the engine and `inter_node`, which
-runs schedules over `messages`, the transport on `gloo`'s connections; `comm` wraps that in the
+runs schedules over `messages`, the transport on TCP `connections`; `comm` wraps that in the
 interface of the binding's communicator. `nccl_hierarchical` gives it NCCL's communicators, and
 `levels` makes two communicators of any one, for the compressors.
 

@@ -30,8 +30,8 @@ from ..engine import Engine
 from ..error_ranks import renumber_error
 from ..fingerprint import KINDS, PREMUL, fingerprint_of
 from ..waiting import call_with_timeout, format_ranks
+from .connections import NodeConnections, TransferError
 from .error_store import ErrorStore, ParentFailed, StoreGone
-from .gloo import GlooConnections, TransferError
 from .host import HostCollectives
 from .library import Call, CallOrder, MultiNodeLibrary
 from .messages import NodeMismatch
@@ -104,7 +104,7 @@ class MultiNodeComm:
             )
             connects = True
             try:
-                connections = GlooConnections(self._store, rank, self.size, max(1.0, deadline - time.monotonic()))
+                connections = NodeConnections(self._store, rank, self.size, max(1.0, deadline - time.monotonic()))
             except BaseException:
                 intra_node.abort()
                 raise
@@ -353,7 +353,7 @@ def _open_child(comm: MultiNodeComm, op: str, ranks: list[int], uid: str):
     store, host = comm._root_store.store, comm._root_store.host
     watch = None
     if op == "split":
-        watch = ParentWatch(comm._connections, ranks, rank) if len(ranks) > 1 else None
+        watch = ParentWatch(comm._connections, comm._store, uid, ranks, rank) if len(ranks) > 1 else None
         store = ErrorStore(store, host, rank, parent=comm._store, parent_ranks=ranks, watch=watch and watch.check)
     else:  # the parent has failed
         store = ErrorStore(store, host, rank)

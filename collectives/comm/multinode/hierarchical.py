@@ -16,11 +16,9 @@ The composition knows two levels by their interfaces alone:
   for any transport with send, recv and group, and says what they do. `nccl_hierarchical` has them
   for NCCL, and `compression.hierarchical` an all_reduce by a wire format.
 
-Chunks of an array could go through the steps one behind the other, so that one chunk is between
-nodes while the next one is inside of them: the loop over chunks would be in `all_reduce`, around
-the calls of `_reduce_to_leaders`, `inter_node.all_reduce` and `_gather_from_leaders`, each of which
-takes addresses and counts and keeps no state. The first and the last step would then need a stream
-(on the host a queue) of their own.
+Where the level between nodes can do so (its ``meanwhile``), the chunks of a long array go through
+the steps one behind the other: while a chunk is on its way between nodes, the next one is reduced
+and the one before is gathered inside of them.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ from .topology import Topology
 __all__ = ["HierarchicalCollectives", "LevelReduction"]
 
 _UINT8 = DTYPES["uint8"]
+_Step = Callable[[int, int], None]  # of (start, length)
 
 
 class LevelReduction(NamedTuple):
@@ -57,6 +56,7 @@ class HierarchicalCollectives:
 
     ``intra_node``, ``inter_node``: the levels, see the module; ``inter_node`` is not used on a rank
     that is no leader. ``replicated_bytes``: of an array up to this size each leader reduces all;
+    ``chunk_bytes``: of an all-reduce's or a broadcast's chunks, 0 for whole arrays;
     ``before_inter_node``: a function to call on each rank between the first step of a call and the
     step between nodes. Arrays are given by address. On a blocking stream a call blocks until its
     result is there, else it is queued.
@@ -64,13 +64,14 @@ class HierarchicalCollectives:
 
     def __init__(
         self, intra_node, inter_node, topology: Topology, scratch: Scratch, *, replicated_bytes: int = 0,
-        before_inter_node: Callable[[], None] = lambda: None,
+        chunk_bytes: int = 0, before_inter_node: Callable[[], None] = lambda: None,
     ):  # fmt: skip
         self._intra_node = intra_node
         self._inter_node = inter_node
         self._topology = topology
         self._scratch = scratch
         self._replicated_bytes = replicated_bytes
+        self._chunk_bytes = chunk_bytes
         self._before_inter_node = before_inter_node
 
     # ---- Reductions.
@@ -92,12 +93,18 @@ class HierarchicalCollectives:
             if not topology.all_leaders:
                 self._intra_node.broadcast(out, out, count, what.out_dtype, 0, stream)
             return (0, count if topology.node == topology.local_rank == 0 else 0)
-        self._reduce_to_leaders(send, sums, count, what, stream)
-        self._before_inter_node()
+
+        def reduce(start: int, length: int) -> None:
+            self._reduce_to_leaders(send + start * width, sums + start * width, length, what, stream)
+
+        def exchange(start: int, length: int, **options) -> None:
+            self._inter_node.all_reduce(sums + start * width, out + start * out_width, length, what, stream, **options)
+
+        def gather(start: int, length: int) -> None:
+            self._gather_from_leaders(out + start * out_width, length, what.out_dtype, stream)
+
+        self._run_steps(self._chunks(count, width), reduce, exchange, gather)
         start, length = topology.shard(count, topology.local_rank) if topology.is_leader else (0, 0)
-        if length:
-            self._inter_node.all_reduce(sums + start * width, out + start * out_width, length, what, stream)
-        self._gather_from_leaders(out, count, what.out_dtype, stream)
         part, numel = topology.chunk(length, topology.node)  # each node's leader has all of the shard
         return start + part, numel
 
@@ -149,20 +156,28 @@ class HierarchicalCollectives:
         topology = self._topology
         root_node, root_local_rank = topology.locations[root]
         is_root_node = topology.node == root_node
-        if is_root_node:
-            self._intra_node.broadcast(send, recv, nbytes, _UINT8, root_local_rank, stream)
-        self._before_inter_node()
+
+        def spread(start: int, length: int) -> None:
+            if is_root_node:
+                self._intra_node.broadcast(send + start, recv + start, length, _UINT8, root_local_rank, stream)
+
         if self._is_replicated(nbytes, 1):
+            spread(0, nbytes)
+            self._before_inter_node()
             if topology.is_leader:
                 self._inter_node.broadcast(recv, nbytes, root_node, stream)
             if not is_root_node and not topology.all_leaders:
                 self._intra_node.broadcast(recv, recv, nbytes, _UINT8, 0, stream)
             return
-        if topology.is_leader:
-            start, length = topology.shard(nbytes, topology.local_rank)
-            self._inter_node.broadcast(recv + start, length, root_node, stream)
-        if not is_root_node:
-            self._gather_from_leaders(recv, nbytes, _UINT8, stream)
+
+        def exchange(start: int, length: int, **options) -> None:
+            self._inter_node.broadcast(recv + start, length, root_node, stream, **options)
+
+        def gather(start: int, length: int) -> None:
+            if not is_root_node:
+                self._gather_from_leaders(recv + start, length, _UINT8, stream)
+
+        self._run_steps(self._chunks(nbytes, 1), spread, exchange, gather)
 
     def all_gather(self, send: int, recv: int, nbytes: int, stream: int = 0) -> None:
         """Gather every rank's ``nbytes`` on all ranks, in rank order."""
@@ -178,6 +193,36 @@ class HierarchicalCollectives:
         leader_of = {rank: topology.leader_of(rank) for ranks in others for rank in ranks}
         self._gather_blocks(others, recv, nbytes, blocks, leader_of, stream)
         del memory  # the calls that read it are issued
+
+    # ---- Chunks.
+
+    def _chunks(self, count: int, width: int) -> list[tuple[int, int]]:
+        """Return (start, length) of the chunks that go through the steps one behind the other."""
+        step = self._chunk_bytes // width or count
+        number = max(1, count // step)  # the last one is longer: each leader has a part of it
+        return [(i * step, step if i < number - 1 else count - i * step) for i in range(number)]
+
+    def _run_steps(self, chunks: list[tuple[int, int]], first: _Step, exchange: Callable, last: _Step) -> None:
+        """Run three steps on chunks of an array: the second one between nodes, on this leader's shard of a chunk."""
+        topology = self._topology
+        first(*chunks[0])
+        self._before_inter_node()
+        for i, (start, length) in enumerate(chunks):
+
+            def meanwhile(i: int = i) -> None:
+                if i:
+                    last(*chunks[i - 1])
+                if i + 1 < len(chunks):
+                    first(*chunks[i + 1])
+
+            shard, numel = topology.shard(length, topology.local_rank) if topology.is_leader else (0, 0)
+            if not numel:
+                meanwhile()
+            elif len(chunks) == 1:
+                exchange(start + shard, numel)
+            else:
+                exchange(start + shard, numel, meanwhile=meanwhile)
+        last(*chunks[-1])
 
     # ---- Steps inside of a node.
 

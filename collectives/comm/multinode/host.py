@@ -1,6 +1,6 @@
 """Collectives of one communicator over several nodes, on host memory.
 
-Inside of nodes our engine runs them, between nodes schedules over Gloo. Types narrower than fp32
+Inside of nodes our engine runs them, between nodes schedules over TCP connections. Types narrower than fp32
 are summed as fp32 on both levels and rounded once, at the end. The leaders compare each call by the
 heads of its first messages; inside of a node the engine compares the calls that it is made of, with
 a label that says what those don't.
@@ -15,10 +15,10 @@ from ..._nccl import DTYPES, OPS
 from ...arrays import ITEMSIZE, dtype_name
 from ..algorithms.plan import sums_in_fp32
 from ..fingerprint import KINDS, PREMUL
-from .gloo import GlooConnections
+from .connections import NodeConnections
 from .hierarchical import HierarchicalCollectives, LevelReduction
-from .inter_node import ScheduledInterNode
-from .messages import EAGER_BYTES, MessageTransport
+from .inter_node import SHORT_BYTES, ScheduledInterNode
+from .messages import MessageTransport
 from .p2p import P2POp, send_and_receive
 from .reduction import ReduceSpec, add_stats, widen
 from .scratch import Scratch
@@ -28,6 +28,7 @@ __all__ = ["HostCollectives"]
 
 _F32 = DTYPES["float32"]
 _SUM, _AVG = OPS["sum"], OPS["avg"]
+_MESSAGE_BYTES = 256 << 10  # of long arrays: what a leader sends another one stays in a cache until it is used
 # Extra limits: of waits inside of a node for a rank that may wait for another node, and of those between
 # nodes. Less than for how long the ranks of a chain of waits follow one another (error_store.py).
 _INTRA_NODE_EXTRA_S, _INTER_NODE_EXTRA_S = 0.5, 1.0
@@ -38,11 +39,11 @@ class HostCollectives:
 
     ``intra_node``: the engine's communicator of this node's ranks; ``connections``: to all ranks.
     Arrays are given by address. Each call blocks until its result is there. A call's
-    ``fingerprint`` is what the ranks compare. Raises `messages.NodeMismatch`, `gloo.TransferError`
-    and what the engine raises.
+    ``fingerprint`` is what the ranks compare. Raises `messages.NodeMismatch`,
+    `connections.TransferError` and what the engine raises.
     """
 
-    def __init__(self, intra_node, connections: GlooConnections, topology: Topology):
+    def __init__(self, intra_node, connections: NodeConnections, topology: Topology):
         self.intra_node = intra_node
         self.library = intra_node.library
         self._topology = topology
@@ -58,8 +59,9 @@ class HostCollectives:
             self._leaders = MessageTransport(connections, peers, topology.rank)
             inter_node = ScheduledInterNode(self._leaders, topology, self._leaders.end_call)
         self._levels = HierarchicalCollectives(
-            intra_node, inter_node, topology, self._scratch, replicated_bytes=EAGER_BYTES,
+            intra_node, inter_node, topology, self._scratch, replicated_bytes=SHORT_BYTES,
             before_inter_node=self._extend_intra_node_timeout,
+            chunk_bytes=_MESSAGE_BYTES * topology.num_leaders * len(topology.nodes),
         )  # fmt: skip
 
     def begin_call(self, timeout: float | None, label: tuple[str | None, str | None]) -> None:

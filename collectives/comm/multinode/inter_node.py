@@ -16,10 +16,11 @@ from ...arrays import ITEMSIZE
 from ..algorithms.plan import CallKey, PlanCache
 from ..algorithms.schedule import shard_bounds
 from .hierarchical import LevelReduction
-from .messages import EAGER_BYTES
 from .topology import Topology
 
-__all__ = ["ScheduledInterNode"]
+__all__ = ["SHORT_BYTES", "ScheduledInterNode"]
+
+SHORT_BYTES = 8192  # up to here more bytes cost less than one more step
 
 _UINT8 = DTYPES["uint8"]
 _WHOLE = 1 << 62  # bytes of a chunk: each message is a whole shard
@@ -40,8 +41,17 @@ class ScheduledInterNode:
         self._num_nodes = len(topology.nodes)
         self._plans = PlanCache(topology.node, self._num_nodes, torch.device("cpu"), _WHOLE)
 
-    def all_reduce(self, send: int, recv: int, count: int, what: LevelReduction, stream: int = 0) -> None:
-        """Reduce ``count`` elements of all nodes, from ``send`` to ``recv`` or in place."""
+    def all_reduce(
+        self, send: int, recv: int, count: int, what: LevelReduction, stream: int = 0,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Reduce ``count`` elements of all nodes, from ``send`` to ``recv`` or in place.
+
+        ``meanwhile``: a function to call once this node's elements are on their way, or None; only
+        `messages.MessageTransport` can do that.
+        """
+        if meanwhile is not None:
+            self._transport.call_meanwhile(meanwhile)
         algorithm = self._choose_algorithm(count * ITEMSIZE[what.dtype])
         self._run_reduction(
             "all_reduce", algorithm, send, recv, count, what,
@@ -70,8 +80,12 @@ class ScheduledInterNode:
         self._transport.library.group_end()
         return {rank: recv + rank * nbytes for ranks in served for rank in ranks}, None
 
-    def broadcast(self, recv: int, nbytes: int, root: int, stream: int = 0) -> None:
-        """Send ``nbytes`` of node ``root`` to all nodes."""
+    def broadcast(
+        self, recv: int, nbytes: int, root: int, stream: int = 0, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Send ``nbytes`` of node ``root`` to all nodes. ``meanwhile``: as in `all_reduce`."""
+        if meanwhile is not None:
+            self._transport.call_meanwhile(meanwhile)
         self._run(CallKey("broadcast", self._choose_algorithm(nbytes), nbytes, _UINT8, root=root), recv, recv)
 
     def _choose_algorithm(self, nbytes: int) -> str:
@@ -80,7 +94,7 @@ class ScheduledInterNode:
         Two nodes send the same bytes either way. Among very many a node's shard may be empty. Then it
         would have no part in a broadcast's first step, and compare its call with others' second one.
         """
-        if self._num_nodes == 2 or nbytes <= EAGER_BYTES:
+        if self._num_nodes == 2 or nbytes <= SHORT_BYTES:
             return "one-shot"
         *_, last, end = shard_bounds(nbytes, self._num_nodes, 1)
         return "direct" if last < end else "one-shot"

@@ -1,29 +1,30 @@
-"""Transport between nodes on the host: send, recv and group over Gloo's connections.
+"""Transport between nodes on the host: send, recv and group over the ranks' connections.
 
 A message may begin with a head, the fingerprint of its call, which the receiver compares with its
-own. A message with a head and at most `EAGER_BYTES` of data is one message of Gloo's; a longer one
-is two.
+own before it receives anything else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import struct
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ...arrays import ITEMSIZE
 from ...errors import Mismatch
 from ..fingerprint import compare, describe
-from .gloo import DATA_TAG, LATE_TAG, GlooConnections, TransferError
-from .scratch import Scratch
+from .connections import Flow, NodeConnections, TransferError
 
-__all__ = ["EAGER_BYTES", "MessageTransport", "NodeMismatch"]
+__all__ = ["MessageTransport", "NodeMismatch"]
 
-EAGER_BYTES = 8192
 _HEAD_WORDS = 8  # int64 of a head: number of the call, fingerprint (5), digest of the dtype's name, 1 for "has come"
 _HEAD_BYTES = 8 * _HEAD_WORDS
-_Head = ctypes.c_int64 * _HEAD_WORDS
-_ROOM = _HEAD_BYTES + EAGER_BYTES
+_JOIN_S = 5.0  # for a thread to notice that the connections have ended
+_Head = struct.Struct(f"={_HEAD_WORDS}q")
 
 
 class NodeMismatch(Exception):
@@ -51,15 +52,15 @@ class MessageTransport:
     groups: the transport itself.
     """
 
-    def __init__(self, connections: GlooConnections, ranks: Sequence[int], rank: int):
+    def __init__(self, connections: NodeConnections, ranks: Sequence[int], rank: int):
         self.library = self
         self.timeout: float | None = None
         self._connections = connections
         self._ranks = tuple(ranks)
         self._others = sorted(set(ranks) - {rank})
         self._rank = rank
-        self._scratch = Scratch()
         self._depth = 0
+        self._meanwhile: Callable[[], None] | None = None
         self._sends: list[_Message] = []
         self._receives: list[_Message] = []
         # What `begin_call` has set, until a group has carried it: the head, and the ranks to which it
@@ -91,25 +92,31 @@ class MessageTransport:
             head = (0, *fingerprint, 1)
         messages.append(_Message(rank, address, nbytes, head))
 
-    def group_end(self, meanwhile: Callable[[], None] | None = None) -> None:
+    def group_end(self, meanwhile: Callable[[], None] | None = None, concurrent: bool = False) -> None:
         """End a group. The outermost end starts its messages and waits for them.
 
-        ``meanwhile``: a function to call in between.
+        ``meanwhile``: a function to call in between; ``concurrent``: the messages move on while it
+        blocks, by another thread, and not only as far as the system has room for what is sent.
         """
         self._depth -= 1
         if self._depth:
             return
         sends, receives = self._sends, self._receives
         self._sends, self._receives = [], []
-        verify = _verify_messages
-        if self._call_head is not None:
+        compares_calls = self._call_head is not None
+        if compares_calls:
             sends += [_Message(rank, 0, 0, self._call_head) for rank in self._others if rank in self._due_sends]
             receives += [_Message(rank, 0, 0, self._call_head) for rank in self._others if rank in self._due_receives]
-            verify = _verify_calls
             self._call_head = None
             self._due_sends.clear()
             self._due_receives.clear()
-        self._exchange(sends, receives, meanwhile, verify)
+        if meanwhile is None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+        self._exchange(sends, receives, meanwhile, concurrent, compares_calls)
+
+    def call_meanwhile(self, function: Callable[[], None]) -> None:
+        """Call a function once the next group's messages are on their way."""
+        self._meanwhile = function
 
     def group_cancel(self) -> None:
         """Drop the open group."""
@@ -135,63 +142,92 @@ class MessageTransport:
 
     # ---- The exchange.
 
-    def _exchange(self, sends, receives, meanwhile, verify) -> None:
-        # Gloo ends the process where more comes than what a receive has room for. So receives from a rank
-        # begin, but for heads and what comes with them, when its call is known to be the same.
-        heads, payloads, places, late = [], [], [], []
-        compared = {message.rank for message in receives if message.head is not None}
-        start = self._connections.start_transfer
-        memory = self._scratch.get("slots", _ROOM * (len(sends) + len(receives)))
-        slot = memory.data_ptr()
+    def _exchange(self, sends, receives, meanwhile, concurrent, compares_calls: bool) -> None:
+        flows: dict[int, Flow] = {}
+        heads: list[tuple[_Message, bytearray]] = []
+        arrived: list[tuple[_Message, tuple[int, ...]]] = []
+        for message in sends:
+            flow = self._flow_of(flows, message.rank)
+            if message.head is not None:
+                flow.outgoing.append(memoryview(_Head.pack(*message.head)))
+            if message.nbytes:
+                flow.outgoing.append(_view(message))
         for message in receives:
-            rank, address, nbytes, head = message
-            if head is not None:
-                ctypes.memset(slot, 0, _HEAD_BYTES)
-                heads += start(False, rank, slot, _ROOM)
-                places.append((slot, message))
-                slot += _ROOM
-                if nbytes > EAGER_BYTES:
-                    late.append((rank, address, nbytes, LATE_TAG))
-            elif rank in compared:
-                late.append((rank, address, nbytes, DATA_TAG))
-            else:
-                payloads += start(False, rank, address, nbytes)
-        for rank, address, nbytes, head in sends:
-            if head is not None:
-                ctypes.memmove(slot, _Head(*head), _HEAD_BYTES)
-                eager = nbytes if nbytes <= EAGER_BYTES else 0
-                ctypes.memmove(slot + _HEAD_BYTES, address, eager)
-                payloads += start(True, rank, slot, _HEAD_BYTES + eager)
-                slot += _ROOM
-            if head is None or nbytes > EAGER_BYTES:
-                payloads += start(True, rank, address, nbytes, DATA_TAG if head is None else LATE_TAG)
-        if meanwhile is not None:
+            flow = self._flow_of(flows, message.rank)
+            if message.head is not None:
+                memory = bytearray(_HEAD_BYTES)
+                heads.append((message, memory))
+                then = partial(_take_call_head, flow, arrived, message) if compares_calls else partial(
+                    _verify_message, self._rank, message)
+                flow.incoming.append((memoryview(memory), partial(then, memory)))
+            if message.nbytes:
+                flow.incoming.append((_view(message), None))
+        moving = list(flows.values())
+
+        def complete() -> None:
+            run = self._connections.run
+            try:
+                if compares_calls:
+                    run(moving, self.timeout, lambda: len(arrived) == len(heads))
+                    _verify_calls(self._rank, arrived)
+                    for flow in moving:
+                        flow.held = False
+                run(moving, self.timeout)
+            except TransferError:
+                # A peer with another call may have closed its connections over what it received.
+                for flow in moving:
+                    with contextlib.suppress(TransferError):
+                        flow.move()
+                if compares_calls:
+                    _verify_calls(self._rank, arrived)
+                raise
+
+        if meanwhile is None:
+            complete()
+        elif concurrent:
+            self._run_both(complete, meanwhile)
+        else:
+            for flow in moving:
+                flow.move()
             meanwhile()
-        if not heads and not payloads:
-            return
+            complete()
 
-        def waits() -> None:
-            wait = self._connections.wait
-            wait(heads, self.timeout)
-            verify(self._rank, [(message, _read_head(slot)) for slot, message in places])
-            started = [each for message in late for each in start(False, *message)]
-            for slot, (_, address, nbytes, _) in places:
-                if nbytes <= EAGER_BYTES:
-                    ctypes.memmove(address, slot + _HEAD_BYTES, nbytes)
-            wait([*payloads, *started], self.timeout)
+    def _flow_of(self, flows: dict[int, Flow], rank: int) -> Flow:
+        if rank not in flows:
+            flows[rank] = self._connections.flow(rank)
+        return flows[rank]
 
+    def _run_both(self, complete: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+        """Run ``complete`` in another thread while this one runs ``meanwhile``, and wait for both."""
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                complete()
+            except BaseException as error:  # raised in the thread that waits
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="collectives-messages", daemon=True)
+        thread.start()
         try:
-            self._connections.run_waits(waits, [rank for rank, _, _ in (*heads, *payloads)])
-        except TransferError:
-            # A peer with another call may have closed its connections over what it received.
-            found = [(message, _read_head(slot)) for slot, message in places]
-            verify(self._rank, [(message, head) for message, head in found if head[-1]])
+            meanwhile()
+            thread.join()
+        except BaseException:  # Ctrl-C, too
+            self._connections.abort()  # so that the thread returns, and nothing is written to the arrays any more
+            thread.join(_JOIN_S)
             raise
+        if raised:
+            raise raised[0]
 
 
-def _read_head(address: int) -> tuple[int, ...]:
-    return tuple(_Head.from_address(address))
+def _view(message: _Message) -> memoryview:
+    return memoryview((ctypes.c_uint8 * message.nbytes).from_address(message.address))
 
+
+def _take_call_head(flow: Flow, arrived: list, message: _Message, memory: bytearray) -> None:
+    """Keep a head that has come until all have; nothing more is received from its rank before."""
+    arrived.append((message, _Head.unpack(memory)))
+    flow.held = True
 
 def _verify_calls(rank: int, found: list[tuple[_Message, tuple[int, ...]]]) -> None:
     """Raise `NodeMismatch` unless all ranks make the same call."""
@@ -214,12 +250,12 @@ def _verify_calls(rank: int, found: list[tuple[_Message, tuple[int, ...]]]) -> N
     ))  # fmt: skip
 
 
-def _verify_messages(rank: int, found: list[tuple[_Message, tuple[int, ...]]]) -> None:
-    """Raise `NodeMismatch` unless both sides of each message are the same."""
-    for message, theirs in found:
-        if theirs != message.head:
-            raise NodeMismatch(Mismatch(
-                f"the two sides of a message differ:\n  rank {message.rank} sends: {describe(theirs[1:6])}\n  rank "
-                f"{rank} expects: {describe(message.head[1:6])}",
-                rank=rank, peers=(message.rank,),
-            ))  # fmt: skip
+def _verify_message(rank: int, message: _Message, memory: bytearray) -> None:
+    """Raise `NodeMismatch` unless both sides of a message are the same."""
+    theirs = _Head.unpack(memory)
+    if theirs != message.head:
+        raise NodeMismatch(Mismatch(
+            f"the two sides of a message differ:\n  rank {message.rank} sends: {describe(theirs[1:6])}\n  rank "
+            f"{rank} expects: {describe(message.head[1:6])}",
+            rank=rank, peers=(message.rank,),
+        ))  # fmt: skip

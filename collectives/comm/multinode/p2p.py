@@ -5,6 +5,7 @@ The engine carries the former, the transport the latter.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from ..group import run_grouped
@@ -33,8 +34,8 @@ def send_and_receive(ops: list[P2POp], intra_node, transport: MessageTransport, 
     """Run sends and receives, and wait for them.
 
     ``intra_node``: the engine's communicator of this node's ranks; ``transport``: to all ranks.
-    Those between two ranks are matched in order. Those to other nodes are started first, so that no
-    node waits for what another one has yet to send. Raises `NodeMismatch` where the two sides
+    Those between two ranks are matched in order. Those to other nodes move on while those inside of
+    the node do, so that no node waits for what another one has yet to send. Raises `NodeMismatch` where the two sides
     differ, and `TransferError`.
     """
     calls = []  # inside of the node
@@ -49,7 +50,8 @@ def send_and_receive(ops: list[P2POp], intra_node, transport: MessageTransport, 
             calls.append((intra_node.library.label, (None, op.label)))
         move = intra_node.send if op.is_send else intra_node.recv
         calls.append((move, (op.address, op.count, op.dtype, local_rank)))
-    transport.group_end(meanwhile=lambda: run_grouped(intra_node.library, calls) if calls else None)
+    meanwhile = partial(run_grouped, intra_node.library, calls) if calls else None
+    transport.group_end(meanwhile, concurrent=True)
 
 
 def list_messages(

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
-import torch
-
 from ...errors import RemoteError
+from .connections import NodeConnections
 from .error_store import ErrorStore
-from .gloo import WATCH_TAG, ConnectionWatch, GlooConnections, TransferError, wait
 
 __all__ = ["ParentWatch"]
 
-_SEND_S = 5.0  # a byte to a rank whose process is stopped
-
 
 class ParentWatch:
-    """Each rank of a split waits for a byte from the next one, which that sends once it is done.
+    """A rank of a child that has closed its connection to the parent, and has not opened the child.
 
-    A connection that is lost instead says that the next rank's process has ended, or that it has
-    given up. ``ranks``: the parent's numbers of the child's ranks; ``rank``: this one's place.
-    Gloo's own waits while a child is opened don't notice a rank that ends before it has connected.
+    Its process has ended then, or it has given up. ``connections``, ``store``: the parent's;
+    ``uid``: the child's name; ``ranks``: the parent's numbers of the child's ranks; ``rank``: this
+    one's place.
     """
 
-    def __init__(self, connections: GlooConnections, ranks: Sequence[int], rank: int):
-        self._connections = connections
-        self._next, self._before = (rank + 1) % len(ranks), ranks[rank - 1]
-        self._watch = ConnectionWatch(connections, ranks[self._next], WATCH_TAG)
-        self._sent = torch.ones(1, dtype=torch.uint8)
+    def __init__(self, connections: NodeConnections, store: ErrorStore, uid: str, ranks: Sequence[int], rank: int):
+        self._connections, self._store, self._ranks, self._rank = connections, store, ranks, rank
+        self._keys = [f"opened/{uid}/{place}" for place in range(len(ranks))]
 
     def check(self, store: ErrorStore) -> None:
-        """Raise the cause, or `RemoteError` with the child's number, where the next rank's connection is lost.
+        """Raise the cause, or `RemoteError` with the child's number, where a rank's connection is lost.
 
         ``store``: of the child, where a rank that gives up posts why.
         """
-        lost = self._watch.lost
-        if lost is None:
+        others = [place for place in range(len(self._ranks)) if place != self._rank]
+        lost = [place for place in others if self._connections.is_lost(self._ranks[place])]
+        if not lost:
+            return
+        here = f"listens/{self._ranks[self._rank]}"  # set when the parent was opened: missing with a store that is gone
+        missing = self._store.find_missing([*(self._keys[place] for place in lost), here])
+        lost = [lost[at] for at in missing if at < len(lost)]
+        if not lost or len(lost) < len(missing):
             return
         error = store.fetch_error()
         if error is None:
-            text = f"rank {self._next} died or left: its connection was lost ({lost})"
-            error = RemoteError(text, op="init", rank=store.rank, peers=(self._next,), detail=str(lost))
+            text = f"rank {lost[0]} died or left: its connection was lost"
+            error = RemoteError(text, op="init", rank=store.rank, peers=(lost[0],), detail="its connection was lost")
             store.post_error(error)
         raise error
 
     def finish(self) -> None:
         """End the watch: this rank is done. A rank that ends later is noticed by the child."""
-        with contextlib.suppress(TransferError):  # it has ended, which the child notices
-            wait(self._connections.start_transfer(True, self._before, self._sent.data_ptr(), 1, WATCH_TAG), _SEND_S)
+        key = self._keys[self._rank]
+        self._store.set(key, b"1")
+        self._store.find_missing([key])  # `set` does not wait for the server
