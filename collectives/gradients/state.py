@@ -83,12 +83,11 @@ class HookState:
     an error then. It can be set later (``state.grad_scaler = scaler``), and isn't pickled.
 
     `zero_copy`: on the host, make large buckets shared memory at their addresses once DDP keeps
-    them, so that they are averaged with no staging copy. The buckets that DDP makes in its second
-    or third forward are allocated outside of malloc's heap for that; the state's repr says how many
-    are shared. A child process that is forked then can't change them and must not read them: it may
-    see what the parent writes later. False: they are not registered; COLLECTIVES_SHARE_AFTER=0
-    keeps the engine from sharing them by itself. On a GPU DDP's buckets are made in memory of
-    ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
+    them, so that they are averaged with no staging copy; the state's repr says how many are shared.
+    A child process that is forked then can't change them and must not read them: it may see what
+    the parent writes later. False: not, though the engine still shares what is used often
+    (COLLECTIVES_SHARE_AFTER). On a GPU DDP's buckets are made in memory of ncclMemAlloc
+    (torch.cuda.MemPool) and registered with NCCL.
 
     ``fully_shard(module, hook_state=...)`` takes a state, too: its gradients go by that wire, and
     are clipped and stepped as above. Make `optimizer` from the sharded parameters and set it

@@ -15,7 +15,6 @@ import traceback
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
 from ..buffers import Buffers
 from ..cases import Case, Layout
@@ -36,14 +35,13 @@ from .mpi_protocol import (
 
 __all__ = ["Mpi4pyRank", "main"]
 
-_REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
-
 
 class Mpi4pyRank(InProcessImplementation):
     """mpi4py's communicator, whose upper-case methods are called on NumPy arrays."""
 
-    def __init__(self, comm):
+    def __init__(self, mpi, comm):
         super().__init__(comm.rank)
+        self.mpi = mpi  # mpi4py.MPI
         self.comm = comm
 
     def layout(self, case: Case, in_place: bool) -> Layout:
@@ -55,8 +53,8 @@ class Mpi4pyRank(InProcessImplementation):
     def make_call(self, case: Case, buffers: Buffers):
         comm, name, root, at_root = self.comm, case.op.name, case.root, self.rank == case.root
         send, recv = buffers.send.numpy(), buffers.recv.numpy()
-        first = MPI.IN_PLACE if buffers.in_place else send
-        op = _REDUCTIONS[case.redop] if case.redop else None
+        first = self.mpi.IN_PLACE if buffers.in_place else send
+        op = getattr(self.mpi, case.redop.upper()) if case.redop else None
         if name == "all_reduce":
             return partial(comm.Allreduce, first, recv, op)
         if name == "reduce":  # in place only the root has a result
@@ -73,7 +71,7 @@ class Mpi4pyRank(InProcessImplementation):
         if name == "gather":
             return partial(comm.Gather, first, recv, root) if at_root else partial(comm.Gather, send, None, root)
         if name == "scatter":
-            into = MPI.IN_PLACE if buffers.in_place else recv
+            into = self.mpi.IN_PLACE if buffers.in_place else recv
             return partial(comm.Scatter, send, into, root) if at_root else partial(comm.Scatter, None, recv, root)
         after, before = (self.rank + 1) % comm.size, (self.rank - 1) % comm.size
         return partial(comm.Sendrecv, send, after, recvbuf=recv, source=before)
@@ -106,13 +104,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     (name,) = sys.argv[1:] if argv is None else argv
     torch.set_num_threads(1)
+    from mpi4py import MPI  # which loads an MPI and starts it
+
     comm = MPI.COMM_WORLD
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
         channel.connect("\0" + name)
         version = MPI.Get_library_version().encode()[:255]
         channel.sendall(HELLO.pack(comm.rank, comm.size, version))
         try:
-            serve(channel, Mpi4pyRank(comm))
+            serve(channel, Mpi4pyRank(MPI, comm))
         except BaseException as error:  # MPI_Finalize would wait for ranks that wait for this one
             if not isinstance(error, OSError):
                 # The bench shows the start of the output.
