@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import errors
+from collectives.comm.multinode import connecting
 from collectives.comm.multinode.addresses import find_address
 from collectives.comm.multinode.connecting import connect_ranks, parse_listener
 from collectives.comm.multinode.connections import Flow, NodeConnections, TransferError
@@ -96,8 +98,6 @@ def test_strangers_are_refused_while_ranks_connect(monkeypatch):
     address, port, _ = parse_listener(store.get("listens/0", time.monotonic() + 20, 0), 0)
     strangers = [socket.create_connection((address, port)) for _ in range(3)]
     strangers[1].send(bytes(500))
-    from collectives.comm.multinode import connecting
-
     forged = connecting._GREETING.pack(connecting._MAGIC, 1, 0, bytes(16), bytes(16))
     strangers[2].send(connecting.seal(forged, connecting._PURPOSE))
     strangers[2].settimeout(20)
@@ -110,6 +110,36 @@ def test_strangers_are_refused_while_ranks_connect(monkeypatch):
     assert mine.recv(1) == b"x"
     for each in (mine, theirs, *strangers):
         each.close()
+
+
+def test_a_stranger_that_is_closed_for_another_one_may_have_sent_something():
+    store = ErrorStore(dist.HashStore(), "127.0.0.1", 0)
+    opening = connecting._Opening(store, 0, 2, 20.0)
+    opening._listener = connecting._listen("127.0.0.1", 2)
+    there, strangers = opening._listener.getsockname(), []
+    most = opening._size + connecting._SPARE
+    for number in range(most + 1):
+        strangers.append(socket.create_connection(there))
+        if number == most:
+            strangers[0].send(b"x")
+        opening._take_greetings()
+    assert len(opening._greeted) == most
+    for each in (opening, *strangers):
+        each.close()
+
+
+def test_strangers_that_keep_coming_do_not_extend_the_limit():
+    table = dist.HashStore()
+    store = ErrorStore(table, "127.0.0.1", 0)
+    store.set("address/1", json.dumps(["127.0.0.1", "127.0.0.1"]))
+    thread, found = in_thread(connect_ranks, store, 0, 2, 1.0)
+    address, port, _ = parse_listener(store.get("listens/0", time.monotonic() + 20, 0), 0)
+    with contextlib.suppress(OSError):  # it listens no more
+        while thread.is_alive():
+            socket.create_connection((address, port)).close()
+            time.sleep(connecting._LOOK_S / 5)
+    thread.join()
+    assert isinstance(found[0], errors.CollectiveTimeout) and found[0].peers == (1,), found
 
 
 def test_a_rank_that_refuses_is_named():

@@ -92,6 +92,7 @@ class _Opening:
     def __init__(self, store: ErrorStore, rank: int, size: int, seconds: float):
         self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
         self._deadline = time.monotonic() + seconds
+        self._look_at = time.monotonic() + _LOOK_S
         self._token = os.urandom(16)
         self._length = len(seal(bytes(_GREETING.size), _PURPOSE))
         self._sockets: dict[int, socket.socket] = {}
@@ -108,11 +109,7 @@ class _Opening:
         for peer in range(self._rank):
             self._connect(peer, *parse_listener(self._store.get(f"listens/{peer}", self._deadline, peer), peer))
         while len(self._sockets) < self._size - 1:
-            for descriptor, _ in self._poll([self._listener.fileno(), *self._greeted], select.POLLIN):
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                else:
-                    self._read(self._greeted[descriptor])
+            self._take_greetings()
         self._done = True
         return self._sockets
 
@@ -150,6 +147,14 @@ class _Opening:
         greeting = seal(_GREETING.pack(_MAGIC, self._rank, peer, token, nonce), _PURPOSE)
         if connection.send(greeting, socket.MSG_NOSIGNAL) != len(greeting):  # the first bytes of a connection fit
             raise OSError("its first bytes could not be sent")
+
+    def _take_greetings(self) -> None:
+        """Wait a short time for connections and greetings, and take those that are there."""
+        for descriptor, _ in self._poll([self._listener.fileno(), *self._greeted], select.POLLIN):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif (greeted := self._greeted.get(descriptor)) is not None:  # else `_accept` has just closed it
+                self._read(greeted)
 
     def _accept(self) -> None:
         try:
@@ -210,12 +215,16 @@ class _Opening:
         greeted.socket.close()
 
     def _poll(self, descriptors: list[int], events: int) -> list[tuple[int, int]]:
-        """Wait a short time for an event; look for why there is none. Raises past the deadline."""
+        """Wait a short time for an event. Raises past the deadline, and why ranks don't come.
+
+        It looks for that now and then even where there are events: strangers may cause them.
+        """
         poll = select.poll()
         for each in descriptors:
             poll.register(each, events)
         found = poll.poll(1000.0 * _LOOK_S)
-        if not found:
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_S
             self._store.check_ranks()
             if time.monotonic() >= self._deadline:
                 raise self._timed_out()
