@@ -120,13 +120,12 @@ class MessageTable:
     def register_requests(self, rank: int, new: list[Request], *, restart: bool = False) -> None:
         """Give a rank's new requests the next request ids; ``restart``: ids from 0."""
         if restart:
-            self._requests[rank], self._ids_match = [], False
+            self._requests[rank] = []
         self._requests[rank] += map(cached_request, new)
-        if rank == self.size - 1:  # the last one of a cycle
-            first = self._requests[0]
-            self._ids_match = all(
-                len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:]
-            )
+        first = self._requests[0]  # any rank may be the last one to announce a request
+        self._ids_match = all(
+            len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:]
+        )
 
     def add_submitted(self, rank: int, request_ids: Sequence[int]) -> None:
         """Add what a rank has submitted, in its order."""

@@ -9,7 +9,7 @@ import torch
 from collectives.horovod.basics import current
 from collectives.horovod.message_table import MessageTable
 from collectives.horovod.messages import Request, cached_request
-from collectives.horovod.request_exchange import RequestExchange
+from collectives.horovod.request_exchange import RankMessage, RequestExchange
 from tests.ranks import run_ranks
 
 from .started import started
@@ -44,6 +44,19 @@ def test_plans_are_known_by_number():
             other.register_requests(rank, [request(f"{number}", 1)])
         assert other.plan_for((number,), 1 << 20).number == number + 1
     assert other.find_plan((second,)) is None
+
+
+def test_ranks_have_plans_whichever_of_them_was_ahead():
+    """While a request was announced: the last rank, too, may have done it before the others."""
+    first, second = request("first", 4), request("second", 4)
+    for ahead in range(3):
+        table = MessageTable(3)
+        for early, others in (([first, second], [first]), ([], [second])):
+            announced = [early if rank == ahead else others for rank in range(3)]
+            ids = [[(first, second).index(each) for each in new] for new in announced]
+            rows = zip(announced, ids, strict=True)
+            table.add_messages(RankMessage(new or None, False, numbers, False) for new, numbers in rows)
+        assert len(table.pop_ready()) == 2 and table.plan_for((0, 1), 1 << 20) is not None, ahead
 
 
 class Gathers:
