@@ -123,9 +123,7 @@ class MessageTable:
             self._requests[rank] = []
         self._requests[rank] += map(cached_request, new)
         first = self._requests[0]  # any rank may be the last one to announce a request
-        self._ids_match = all(
-            len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:]
-        )
+        self._ids_match = all(len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:])
 
     def add_submitted(self, rank: int, request_ids: Sequence[int]) -> None:
         """Add what a rank has submitted, in its order."""

@@ -327,6 +327,35 @@ def test_long_messages_move_on_while_others_are_waited_for():
     run_ranks(long_messages, 4, timeout=60)
 
 
+def lost_in_a_group(ctx):
+    """Rank 2 leaves while rank 0 sends to it in a group that also waits for a rank that waits for rank 0."""
+    few = torch.zeros(3)
+    with joined(ctx, "aabb") as comm:
+        comm.barrier()
+        if ctx.rank == 2:
+            comm.abort()
+            ctx.barrier()
+            return None
+        with pytest.raises(errors.CollectivesError) as raised:
+            if ctx.rank == 0:
+                with comm.group():
+                    comm.send(torch.zeros(LONG // 4), 2)
+                    comm.recv(few, 1)
+            elif ctx.rank == 1:
+                comm.recv(few, 3)
+            else:
+                comm.recv(few, 0)
+        ctx.barrier()
+        comm.abort()
+        return type(raised.value).__name__, raised.value.peers
+
+
+def test_a_rank_that_is_lost_in_a_group_ends_the_waits_inside_of_the_node():
+    assert run_ranks(lost_in_a_group, 4, timeout=60) == [
+        ("RemoteError", (2,)), ("RemoteError", (2,)), None, ("RemoteError", (2,))
+    ]  # fmt: skip
+
+
 def interrupted(ctx):
     """Ctrl-C in a wait for another node: this rank raises it, and the others are not left waiting."""
     with joined(ctx, "aabb") as comm:

@@ -24,7 +24,8 @@ _GREETING = struct.Struct(">8sII16s16s")  # magic, sender's rank, receiver's ran
 _MAGIC = b"COLLNODE"
 _LOOK_S = 0.5  # between looks for why ranks don't come
 _SPARE = 64  # connections of strangers that are kept while their greeting may come
-# Ends a connection whose other node has lost its power, in about two minutes.
+# Ends a connection whose other node has lost its power, in about two minutes; where something was sent that it has not
+# confirmed, the system's net.ipv4.tcp_retries2 does. TCP_USER_TIMEOUT would end that of a rank that is only stopped.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 _ADVICE = "GLOO_SOCKET_IFNAME names the interface to use; the machines must reach each other on any TCP port"
 

@@ -92,11 +92,14 @@ class MessageTransport:
             head = (0, *fingerprint, 1)
         messages.append(_Message(rank, address, nbytes, head))
 
-    def group_end(self, meanwhile: Callable[[], None] | None = None, concurrent: bool = False) -> None:
+    def group_end(
+        self, meanwhile: Callable[[], None] | None = None, interrupt: Callable[[], None] | None = None
+    ) -> None:
         """End a group. The outermost end starts its messages and waits for them.
 
-        ``meanwhile``: a function to call in between; ``concurrent``: the messages move on while it
-        blocks, by another thread, and not only as far as the system has room for what is sent.
+        ``meanwhile``: a function to call in between; ``interrupt``: a function that ends it, from
+        another thread. With that one the messages move on while ``meanwhile`` blocks, by a thread,
+        and not only as far as the system has room for what is sent; where they fail, it is called.
         """
         self._depth -= 1
         if self._depth:
@@ -112,7 +115,7 @@ class MessageTransport:
             self._due_receives.clear()
         if meanwhile is None:
             meanwhile, self._meanwhile = self._meanwhile, None
-        self._exchange(sends, receives, meanwhile, concurrent, compares_calls)
+        self._exchange(sends, receives, meanwhile, interrupt, compares_calls)
 
     def call_meanwhile(self, function: Callable[[], None]) -> None:
         """Call a function once the next group's messages are on their way."""
@@ -142,7 +145,7 @@ class MessageTransport:
 
     # ---- The exchange.
 
-    def _exchange(self, sends, receives, meanwhile, concurrent, compares_calls: bool) -> None:
+    def _exchange(self, sends, receives, meanwhile, interrupt, compares_calls: bool) -> None:
         flows: dict[int, Flow] = {}
         heads: list[tuple[_Message, bytearray]] = []
         arrived: list[tuple[_Message, tuple[int, ...]]] = []
@@ -184,8 +187,8 @@ class MessageTransport:
 
         if meanwhile is None:
             complete()
-        elif concurrent:
-            self._run_both(complete, meanwhile)
+        elif interrupt is not None:
+            self._run_both(complete, meanwhile, interrupt)
         else:
             for flow in moving:
                 flow.move()
@@ -197,7 +200,9 @@ class MessageTransport:
             flows[rank] = self._connections.flow(rank)
         return flows[rank]
 
-    def _run_both(self, complete: Callable[[], None], meanwhile: Callable[[], None]) -> None:
+    def _run_both(
+        self, complete: Callable[[], None], meanwhile: Callable[[], None], interrupt: Callable[[], None]
+    ) -> None:
         """Run ``complete`` in another thread while this one runs ``meanwhile``, and wait for both."""
         raised: list[BaseException] = []
 
@@ -206,15 +211,19 @@ class MessageTransport:
                 complete()
             except BaseException as error:  # raised in the thread that waits
                 raised.append(error)
+                interrupt()  # a rank for which `meanwhile` waits may wait for this one
 
         thread = threading.Thread(target=run, name="collectives-messages", daemon=True)
         thread.start()
         try:
             meanwhile()
             thread.join()
-        except BaseException:  # Ctrl-C, too
+        except BaseException as error:  # Ctrl-C, too
+            interrupted = bool(raised) and isinstance(error, Exception)
             self._connections.abort()  # so that the thread returns, and nothing is written to the arrays any more
             thread.join(_JOIN_S)
+            if interrupted:
+                raise raised[0] from error
             raise
         if raised:
             raise raised[0]

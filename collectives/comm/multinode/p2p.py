@@ -35,8 +35,9 @@ def send_and_receive(ops: list[P2POp], intra_node, transport: MessageTransport, 
 
     ``intra_node``: the engine's communicator of this node's ranks; ``transport``: to all ranks.
     Those between two ranks are matched in order. Those to other nodes move on while those inside of
-    the node do, so that no node waits for what another one has yet to send. Raises `NodeMismatch` where the two sides
-    differ, and `TransferError`.
+    the node do, so that no node waits for what another one has yet to send; where they fail, those
+    inside of the node are aborted. Raises `NodeMismatch` where the two sides differ, and
+    `TransferError`.
     """
     calls = []  # inside of the node
     transport.group_start()
@@ -51,7 +52,12 @@ def send_and_receive(ops: list[P2POp], intra_node, transport: MessageTransport, 
         move = intra_node.send if op.is_send else intra_node.recv
         calls.append((move, (op.address, op.count, op.dtype, local_rank)))
     meanwhile = partial(run_grouped, intra_node.library, calls) if calls else None
-    transport.group_end(meanwhile, concurrent=True)
+
+    def interrupt() -> None:
+        if intra_node.handle:
+            intra_node.abort()
+
+    transport.group_end(meanwhile, interrupt)
 
 
 def list_messages(
