@@ -351,9 +351,10 @@ def lost_in_a_group(ctx):
 
 
 def test_a_rank_that_is_lost_in_a_group_ends_the_waits_inside_of_the_node():
-    assert run_ranks(lost_in_a_group, 4, timeout=60) == [
-        ("RemoteError", (2,)), ("RemoteError", (2,)), None, ("RemoteError", (2,))
-    ]  # fmt: skip
+    first, second, _, fourth = run_ranks(lost_in_a_group, 4, timeout=60)
+    assert first == ("RemoteError", (2,))
+    for kind, peers in (second, fourth):  # those that wait for rank 0 may not know its cause
+        assert kind == "RemoteError" and peers in ((0,), (1,), (2,))
 
 
 def interrupted(ctx):

@@ -24,6 +24,7 @@ __all__ = ["MessageTransport", "NodeMismatch"]
 _HEAD_WORDS = 8  # int64 of a head: number of the call, fingerprint (5), digest of the dtype's name, 1 for "has come"
 _HEAD_BYTES = 8 * _HEAD_WORDS
 _JOIN_S = 5.0  # for a thread to notice that the connections have ended
+_INTERRUPT_S = 2.0  # for what a rank does meanwhile to end by itself, after its messages have failed
 _Head = struct.Struct(f"={_HEAD_WORDS}q")
 
 
@@ -99,7 +100,8 @@ class MessageTransport:
 
         ``meanwhile``: a function to call in between; ``interrupt``: a function that ends it, from
         another thread. With that one the messages move on while ``meanwhile`` blocks, by a thread,
-        and not only as far as the system has room for what is sent; where they fail, it is called.
+        and not only as far as the system has room for what is sent. It is called where they have
+        failed and ``meanwhile`` has not ended 2 s later.
         """
         self._depth -= 1
         if self._depth:
@@ -205,20 +207,24 @@ class MessageTransport:
     ) -> None:
         """Run ``complete`` in another thread while this one runs ``meanwhile``, and wait for both."""
         raised: list[BaseException] = []
+        ended = threading.Event()  # `meanwhile`
 
         def run() -> None:
             try:
                 complete()
             except BaseException as error:  # raised in the thread that waits
                 raised.append(error)
-                interrupt()  # a rank for which `meanwhile` waits may wait for this one
+                if not ended.wait(_INTERRUPT_S):
+                    interrupt()  # a rank for which `meanwhile` waits may wait for this one
 
         thread = threading.Thread(target=run, name="collectives-messages", daemon=True)
         thread.start()
         try:
             meanwhile()
+            ended.set()
             thread.join()
         except BaseException as error:  # Ctrl-C, too
+            ended.set()
             interrupted = bool(raised) and isinstance(error, Exception)
             self._connections.abort()  # so that the thread returns, and nothing is written to the arrays any more
             thread.join(_JOIN_S)

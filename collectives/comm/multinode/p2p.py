@@ -36,7 +36,7 @@ def send_and_receive(ops: list[P2POp], intra_node, transport: MessageTransport, 
     ``intra_node``: the engine's communicator of this node's ranks; ``transport``: to all ranks.
     Those between two ranks are matched in order. Those to other nodes move on while those inside of
     the node do, so that no node waits for what another one has yet to send; where they fail, those
-    inside of the node are aborted. Raises `NodeMismatch` where the two sides differ, and
+    inside of the node are aborted 2 s later. Raises `NodeMismatch` where the two sides differ, and
     `TransferError`.
     """
     calls = []  # inside of the node
