@@ -56,7 +56,11 @@ def offloaded(ctx, path):
 
 PLANTED = {
     "hvd: what an operation reads isn't recorded on its stream": (
-        [Change("collectives/horovod/fusion.py", "Executor.run", "tensor.record_stream(stream)", "pass")],
+        [
+            Change(
+                "collectives/horovod/fusion.py", "Executor._perform_on_stream", "tensor.record_stream(stream)", "pass"
+            )
+        ],
         dropped_input,
         ("freed", "is freed"),
     ),
