@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from .errors import InvalidArgument
 
-__all__ = ["KNOWN", "check_variables", "find_unknown", "read_label", "read_switch"]
+__all__ = ["KNOWN", "check_variables", "find_unknown", "parse_whole_number", "read_label", "read_switch"]
 
 _PREFIX = "COLLECTIVES_"
 KNOWN = frozenset(
@@ -57,10 +57,17 @@ def read_label(name: str) -> str:
     return value
 
 
-def _check_number(name: str, most: int) -> None:
+def parse_whole_number(text: str, least: int, most: int) -> int | None:
+    """Return the whole number that a text is; None where it is none, or not from `least` to `most`."""
+    if not (text.isascii() and text.isdigit() and len(text) < 11 and least <= int(text) <= most):
+        return None
+    return int(text)
+
+
+def _check_uses(name: str) -> None:
     value = os.environ.get(name, "").strip()
-    if value and not (value.isascii() and value.isdigit() and int(value) <= most):
-        raise InvalidArgument(f"{name} must be a number from 0 to {most}, not {value!r}")
+    if value and parse_whole_number(value, 0, _MOST_USES) is None:
+        raise InvalidArgument(f"{name} must be a number from 0 to {_MOST_USES}, not {value!r}")
 
 
 def check_variables() -> None:
@@ -70,7 +77,7 @@ def check_variables() -> None:
     """
     read_switch("COLLECTIVES_CHECK")
     read_label("COLLECTIVES_HOST_ID")
-    _check_number("COLLECTIVES_SHARE_AFTER", _MOST_USES)
+    _check_uses("COLLECTIVES_SHARE_AFTER")
     for name, near in find_unknown(os.environ).items():
         if name not in _warned:
             _warned.add(name)

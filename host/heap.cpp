@@ -80,16 +80,28 @@ size_t remaining(uintptr_t base, const Allocation& known) {
   return now < nbytes && now % page_size() == 0 ? now : nbytes;
 }
 
+// Replace shared memory, in one step, by private memory with the same contents, whose pages are
+// copied as they are written to. Under tables_lock().
+bool map_privately(uintptr_t base, uint64_t offset, size_t nbytes) {
+  return mmap(reinterpret_cast<void*>(base), nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, heap().fd,
+              static_cast<off_t>(offset)) != MAP_FAILED;
+}
+
+// Get pages as if they were written to. Returns 0, or errno; EINVAL before Linux 5.14.
+int populate(void* address, size_t nbytes) {
+  int code;
+  do code = madvise(address, nbytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
+  while (code == EINTR || code == EAGAIN);
+  return code;
+}
+
 // In a forked child: the parent's extents become private copies, made as they are written to, so
 // that nothing that the child does is seen by the parent or its peers.
 void leave_parents_heap() {
   Heap& h = heap();
   for (const auto& [address, allocation] : h.allocations) {
     g_bytes -= allocation.extent.nbytes;
-    size_t nbytes = remaining(address, allocation);
-    if (!nbytes) continue;
-    mmap(reinterpret_cast<void*>(address), nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-         h.fd, static_cast<off_t>(allocation.extent.offset));
+    if (size_t nbytes = remaining(address, allocation)) map_privately(address, allocation.extent.offset, nbytes);
   }
   h.allocations.clear();
   h.free.clear();
@@ -160,9 +172,7 @@ void give_back(Extent extent) {
 // and no signal later.
 int get_pages(const Extent& extent, void* address) {
   if (extent.nbytes >= kHuge) madvise(address, extent.nbytes, MADV_HUGEPAGE);  // where the system allows it
-  int code;
-  do code = madvise(address, extent.nbytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
-  while (code == EINTR || code == EAGAIN);
+  int code = populate(address, extent.nbytes);
   if (code != EINVAL) return code == EFAULT ? ENOMEM : code;
   do code = posix_fallocate(heap().fd, static_cast<off_t>(extent.offset), static_cast<off_t>(extent.nbytes));  // before Linux 5.14
   while (code == EINTR);
@@ -279,13 +289,9 @@ Allocation* share(const OwnMapping& own, Origin origin) {
 // is still shared. Under tables_lock().
 bool make_private(uintptr_t base, const Extent& extent) {
   char* memory = reinterpret_cast<char*>(base);
-  if (mmap(memory, extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, heap().fd,
-           static_cast<off_t>(extent.offset)) == MAP_FAILED)
-    return false;
+  if (!map_privately(base, extent.offset, extent.nbytes)) return false;
   forbid_growth(memory);
-  int code;
-  do code = madvise(memory, extent.nbytes, MADV_POPULATE_WRITE) == 0 ? 0 : errno;
-  while (code == EINTR || code == EAGAIN);
+  int code = populate(memory, extent.nbytes);
   if (code == EINVAL) {  // before Linux 5.14
     for (size_t at = 0; at < extent.nbytes; at += page_size()) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
   } else if (code) {
@@ -482,8 +488,7 @@ char* PeerHeap::address(const SharedPlace& place) {
 }
 
 uint64_t memory_in_use() {
-  std::lock_guard<std::mutex> hold(tables_lock());
-  forget_all_freed();
+  forget_freed();
   return g_bytes;
 }
 

@@ -12,6 +12,7 @@ from .. import optim
 from ..arrays import kind_of
 from ..compression import Compressor, make_compressor, parse_wire
 from ..compression.hierarchical import Hierarchical
+from ..environment import parse_whole_number
 from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
 from ..optim import FusedOptimizer
@@ -174,9 +175,10 @@ def parse_streams(value) -> int:
     """Return the number of streams; None: COLLECTIVES_STREAMS, else 1."""
     if value is None:
         named = os.environ.get("COLLECTIVES_STREAMS", "").strip() or "1"
-        if not (named.isascii() and named.isdigit() and 0 < int(named) <= 64):
+        number = parse_whole_number(named, 1, 64)
+        if number is None:
             raise InvalidArgument(f"COLLECTIVES_STREAMS={named}: must be a whole number from 1 to 64")
-        return int(named)
+        return number
     if _check_whole("streams", value, 1) > 64:
         raise InvalidArgument(f"streams must be at most 64, not {value}")
     return value

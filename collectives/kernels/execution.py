@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from .._kernels import Library
 from ..arrays import shown
 from ..cuda_state import current_stream
+from ..environment import parse_whole_number
 from ..errors import EngineUnavailable, InvalidArgument
 from ..launcher import detect_launcher
 from ..torch_compat import TensorBase
@@ -115,9 +116,10 @@ def _thread_limit() -> int:
     named = os.environ.get("COLLECTIVES_KERNEL_THREADS", "").strip()
     if not named:
         return -_free_threads()
-    if not (named.isascii() and named.isdigit() and len(named) < 11 and 0 < int(named) <= _MANY_THREADS):
+    number = parse_whole_number(named, 1, _MANY_THREADS)
+    if number is None:
         raise InvalidArgument(f"COLLECTIVES_KERNEL_THREADS={named}: must be a whole number from 1 to {_MANY_THREADS}")
-    return int(named)
+    return number
 
 
 @functools.cache
