@@ -22,7 +22,7 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..cuda_state import set_thread_device
-from ..errors import CollectivesError, InvalidArgument
+from ..errors import Aborted, CollectiveTimeout, Mismatch, RemoteError
 from ..recorder import recording
 from .cycle_pause import CyclePause
 from .exceptions import HorovodInternalError
@@ -35,6 +35,7 @@ from .settings import Settings
 __all__ = ["Controller"]
 
 _cached_of = attrgetter("cached")
+_EVERY_RANKS_ERRORS = (Mismatch, RemoteError, CollectiveTimeout, Aborted)  # the other ranks get them, too, and don't wait
 
 
 class Controller:
@@ -213,7 +214,7 @@ class Controller:
                 self._perform_ready()
         except Exception as error:
             self._fail_all(error)
-            if not isinstance(error, CollectivesError) or isinstance(error, InvalidArgument):
+            if not isinstance(error, _EVERY_RANKS_ERRORS):
                 self._abort_comms()  # the error is this rank's alone, and the others wait
         except BaseException as error:  # Ctrl-C during an all-gather: the ranks' tables may differ
             self._fail_all(error)

@@ -225,6 +225,7 @@ def _reduction_options(kind: str, tensors, average, op, prescale, postscale, com
 
 _STRIDED = torch.strided
 _MAX_KNOWN_REQUESTS = 4096
+_OP_TYPES = (type(None), int, ReduceOp)  # 1.0 and True would be found as the op that is 1
 
 
 def _known_request(controller: Controller, arguments: tuple) -> CachedRequest | None:
@@ -256,7 +257,7 @@ def _allreduce(
         return _submit(controller, TensorTableEntry(cached, checked, checked if in_place else None), True, waits)
     tensor = _check_tensor("allreduce", tensors, in_place)
     arguments = name, tensor.dtype, tensor.shape, tensor.device, op, prescale, postscale, compression
-    plain = average is None and op.__class__ is not bool
+    plain = average is None and op.__class__ in _OP_TYPES
     cached = _known_request(controller, arguments) if plain else None
     if cached is None:
         reduction = _reduction_options("allreduce", [tensor], average, op, prescale, postscale, compression)

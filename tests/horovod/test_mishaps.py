@@ -13,6 +13,7 @@ import torch
 
 from collectives.comm.communicator import Communicator
 from collectives.comm.engine import get_engine
+from collectives.errors import InvalidUsage, TransportError
 from collectives.horovod import operations as ops
 from collectives.horovod.basics import World, activate, current
 from collectives.horovod.message_table import MessageTable
@@ -88,18 +89,20 @@ def one_alone(ctx):
     """A failure of one rank's own ends the operation on all, while that rank goes on with something
     else.
     """
-    with started(ctx) as hvd:
-        if ctx.rank == 0:
+    found = []
+    for failure in (MemoryError("no room"), InvalidUsage("no room"), TransportError("no room")):
+        with started(ctx) as hvd:
+            if ctx.rank == 0:
 
-            def out_of_memory(*_):
-                raise MemoryError("no room")
+                def fail(*_, failure=failure):
+                    raise failure
 
-            current().controller(hvd.global_process_set)._executor.run = out_of_memory
-        try:
-            hvd.allreduce(torch.ones(3), name="x")
-        except hvd.HorovodInternalError as error:
-            found = type(error.__cause__).__name__, "no room" in str(error)
-        ctx.exchange(None)  # nobody has shut down before this
+                current().controller(hvd.global_process_set)._executor.run = fail
+            try:
+                hvd.allreduce(torch.ones(3), name="x")
+            except hvd.HorovodInternalError as error:
+                found.append((type(error.__cause__).__name__, "no room" in str(error)))
+            ctx.exchange(None)  # nobody has shut down before this
     return found
 
 
@@ -169,8 +172,9 @@ def all_of_them(ctx):
 
 def test_mishaps():
     first, second = run_ranks(all_of_them, 2, timeout=90)
-    assert first == [True, 2.0, ("MemoryError", True), [True, "interrupted"], True]
-    assert second == [True, 2.0, ("RemoteError", False), ["raised"], True]
+    failures = [(name, True) for name in ("MemoryError", "InvalidUsage", "TransportError")]
+    assert first == [True, 2.0, failures, [True, "interrupted"], True]
+    assert second == [True, 2.0, [("RemoteError", False)] * 3, ["raised"], True]
 
 
 def test_numbers_of_a_rank_that_begins_anew():

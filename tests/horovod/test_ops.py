@@ -243,8 +243,9 @@ def hostile(ctx):
         refused("is a lazy view", lambda: hvd.allreduce_(torch._neg_view(flat)))
         assert hvd.allreduce(torch._neg_view(flat)).tolist() == [-1.0] * 4
         refused("op must be hvd.Average", lambda: hvd.allreduce(flat, op="sum"))
-        hvd.allreduce(flat, op=0)
-        refused("op must be hvd.Average", lambda: hvd.allreduce(flat, op=False))
+        for op, equal in ((0, False), (hvd.Sum, 1.0), (hvd.Sum, True)):  # one that is kept, and what is equal to it
+            hvd.allreduce(flat, op=op)
+            refused("op must be hvd.Average", lambda op=equal: hvd.allreduce(flat, op=op))
         refused("isn't a process set of this job", lambda: hvd.allreduce(flat, process_set=0))
         assert hvd.broadcast(flat, numpy.int64(1)).tolist() == [1.0] * 4
         assert hvd.add_process_set(numpy.array([1])).ranks == [1]
