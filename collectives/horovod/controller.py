@@ -127,6 +127,8 @@ class Controller:
 
     def _wait_until_done(self, waited) -> None:
         """Block until an entry or a `_Completion` is done."""
+        if self.forked:
+            self._raise_if_broken()
         while not waited.done:
             if self._cycle_lock.acquire(False):
                 self._drive_cycle(waited)

@@ -270,26 +270,38 @@ def test_a_dead_rank_fails_what_waits_for_it():
 def forks(ctx):
     with started(ctx) as hvd:
         hvd.allreduce(torch.ones(1))
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                hvd.allreduce(torch.ones(1))
-                text = b"went on"
-            except hvd.HorovodInternalError as error:
-                text = str(error).encode()
-            os.write(writer, text)
-            os._exit(0)
-        os.waitpid(child, 0)
-        text = os.read(reader, 1000).decode()
-        os.close(reader)
-        os.close(writer)
-        return text, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        under_way = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="under way") if ctx.rank == 0 else None
+        uses = [lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.allreduce_async(torch.ones(1))]
+        if under_way is not None:
+            uses.append(lambda: hvd.synchronize(under_way))
+        texts = [_in_child(hvd, use) for use in uses]
+        if under_way is None:
+            under_way = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="under way")
+        return texts, hvd.synchronize(under_way).item(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+
+
+def _in_child(hvd, use):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            use()
+            text = b"went on"
+        except hvd.HorovodInternalError as error:
+            text = str(error).encode()
+        os.write(writer, text)
+        os._exit(0)
+    os.waitpid(child, 0)
+    text = os.read(reader, 1000).decode()
+    os.close(reader)
+    os.close(writer)
+    return text
 
 
 def test_a_forked_child_is_refused():
-    for text, value in run_ranks(forks, 2):
-        assert "initialised in the parent process" in text and value == 2.0
+    for rank, (texts, *values) in enumerate(run_ranks(forks, 2)):
+        assert len(texts) == (3 if rank == 0 else 2) and values == [2.0, 2.0]
+        assert all("initialised in the parent process" in text for text in texts), texts
 
 
 def traces(ctx, path):

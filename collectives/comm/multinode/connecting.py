@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -27,6 +28,11 @@ _SPARE = 64  # connections of strangers that are kept while their greeting may c
 # Ends a connection whose other node has lost its power, in about two minutes; where something was sent that it has not
 # confirmed, the system's net.ipv4.tcp_retries2 does. TCP_USER_TIMEOUT would end that of a rank that is only stopped.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
+# What accept() reports of the connection itself, which another one may follow: accept(2).
+_GONE_AGAIN = {
+    errno.EAGAIN, errno.ECONNABORTED, errno.ENETDOWN, errno.EPROTO, errno.ENOPROTOOPT, errno.EHOSTDOWN, errno.ENONET,
+    errno.EHOSTUNREACH, errno.EOPNOTSUPP, errno.ENETUNREACH, errno.ETIMEDOUT,
+}  # fmt: skip
 _ADVICE = "GLOO_SOCKET_IFNAME names the interface to use; the machines must reach each other on any TCP port"
 
 
@@ -160,8 +166,10 @@ class _Opening:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
-            return
+        except OSError as error:
+            if error.errno in _GONE_AGAIN:
+                return
+            raise
         _set_options(connection)
         self._greeted[connection.fileno()] = _Greeted(connection, None, self._token)
         strangers = [fd for fd, greeted in self._greeted.items() if greeted.peer is None]
