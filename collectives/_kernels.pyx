@@ -62,6 +62,11 @@ cdef class Library:
         finally:
             PyBuffer_Release(&view)
 
+    @property
+    def run_address(self):
+        """The address of collKernelRun, for C that runs kernels."""
+        return <size_t><void*>self._run
+
     def args_size(self, int kernel):
         """Return the size in bytes of a kernel's arguments, 0 for a kernel that isn't there."""
         return self._args_size(kernel)

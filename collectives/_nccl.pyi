@@ -168,6 +168,7 @@ class Comm:
 FLIGHT_BYTES: int
 FLIGHT_LAYOUT: dict[str, int]
 FLIGHT_OPS: tuple[str, ...]
+STEP_KINDS: dict[str, int]
 
 class FlightRing:
     def __init__(
@@ -197,6 +198,23 @@ class Queue:
     def get(self, attribute: int) -> int: ...
     def set(self, attribute: int, value: int) -> None: ...
     def close(self) -> None: ...
+
+class StepList:
+    def __init__(
+        self,
+        comm: Comm,
+        run_kernel: int,
+        steps: list[tuple[int, ...]],
+        messages: list[tuple[int, bool, int, int]],
+        kernels: list[bytes],
+        sources: list[int],
+        sockets: list[int],
+    ) -> None: ...
+    @property
+    def waiting(self) -> list[int]: ...
+    def run(
+        self, first: int, end: int, bases: tuple[int, ...], seconds: float | None, threads: int
+    ) -> tuple[int, bool, int] | None: ...
 
 class ArrayReader:
     def __init__(

@@ -28,7 +28,7 @@ from cpython.exc cimport PyErr_CheckSignals, PyErr_Clear, PyErr_WriteUnraisable
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject, PyTypeObject
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlerror, dlopen, dlsym
 from posix.unistd cimport usleep
@@ -627,3 +627,4 @@ include "_nccl_comm.pxi"
 include "_nccl_arrays.pxi"
 include "_nccl_pool.pxi"
 include "_nccl_queue.pxi"
+include "_nccl_steps.pxi"

@@ -32,6 +32,7 @@ __all__ = [
     "library_path",
     "run",
     "set_num_threads",
+    "thread_limit",
     "use_isa",
 ]
 
@@ -106,10 +107,10 @@ def get_num_threads() -> int:
     this process may use, divided by the number of ranks on this node and at most 8. Each call uses
     as many of them as cores are idle.
     """
-    return abs(_thread_limit())
+    return abs(thread_limit())
 
 
-def _thread_limit() -> int:
+def thread_limit() -> int:
     """Return collKernelRun's number of threads: a negative one also asks for idle cores."""
     if _threads is not None:
         return _threads
@@ -180,7 +181,7 @@ def bump_versions(arrays) -> None:
 
 def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:
     """Run a kernel on host memory; ``args`` has the address of its table's ``rows``."""
-    library().run(kernel.number, args, _thread_limit())
+    library().run(kernel.number, args, thread_limit())
 
 
 class Statistics:

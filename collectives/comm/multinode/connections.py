@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
@@ -10,6 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ..._nccl import StepList
+from ...kernels.execution import thread_limit
 from .connecting import connect_ranks
 from .error_store import ErrorStore
 
@@ -17,6 +20,7 @@ __all__ = ["Flow", "NodeConnections", "TransferError"]
 
 _MOST_PIECES = 64  # of one system call
 _CLOSED = "it was closed"
+_LATE = "it ran out of time"
 _POLL_SEND = select.POLLOUT | select.POLLRDHUP
 _LOST = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 
@@ -140,10 +144,14 @@ class NodeConnections:
         self._close_all = weakref.finalize(self, _close_all, list(self._sockets.values()))
         self._broken = False
         self._running: Sequence[Flow] = ()  # of the exchange that waits now
+        self._steps: tuple[StepList, Sequence[int]] | None = None  # that run now, with the peers of its sockets
 
     @property
     def awaited_peers(self) -> tuple[int, ...]:
         """The ranks for which an exchange waits now."""
+        if (running := self._steps) is not None:
+            steps, peers = running
+            return tuple(peers[place] for place in steps.waiting)
         return tuple(flow.peer for flow in self._running if not flow.is_done)
 
     def flow(self, peer: int) -> Flow:
@@ -185,8 +193,31 @@ class NodeConnections:
         found = poll.poll(limit)
         if not found:
             late = next((flow for flow in flows if flow.incoming), flows[0])
-            raise TransferError(late.peer, True, "it ran out of time")
+            raise TransferError(late.peer, True, _LATE)
         return [(by_descriptor[descriptor], events) for descriptor, events in found]
+
+    def descriptor(self, peer: int) -> int:
+        """Return the file descriptor of the connection to a rank."""
+        return self._sockets[peer].fileno()
+
+    def run_steps(
+        self, steps: StepList, peers: Sequence[int], first: int, end: int, bases: tuple[int, ...],
+        seconds: float | None,
+    ) -> None:  # fmt: skip
+        """Run recorded steps [first, end); see `_nccl.StepList.run`.
+
+        ``peers``: the ranks at the other ends of its sockets. Blocks; raises `TransferError`, and
+        what the engine raises.
+        """
+        self._steps = steps, peers
+        try:
+            failure = steps.run(first, end, bases, seconds, thread_limit())
+        finally:
+            self._steps = None
+        if failure is not None:
+            place, timed_out, code = failure
+            text = _LATE if timed_out else os.strerror(code) if code else _CLOSED
+            raise TransferError(peers[place], timed_out, text)
 
     def is_lost(self, peer: int) -> bool:
         """Return whether a rank has closed its connection, or its process has ended."""

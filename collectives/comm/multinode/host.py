@@ -20,6 +20,7 @@ from .hierarchical import HierarchicalCollectives, LevelReduction
 from .inter_node import SHORT_BYTES, ScheduledInterNode
 from .messages import MessageTransport
 from .p2p import P2POp, send_and_receive
+from .recorded import RecordedCollectives
 from .reduction import ReduceSpec, add_stats, widen
 from .scratch import Scratch
 from .topology import Topology
@@ -58,11 +59,12 @@ class HostCollectives:
             peers = [ranks[topology.local_rank] for ranks in topology.nodes]
             self._leaders = MessageTransport(connections, peers, topology.rank)
             inter_node = ScheduledInterNode(self._leaders, topology, self._leaders.end_call)
-        self._levels = HierarchicalCollectives(
-            intra_node, inter_node, topology, self._scratch, replicated_bytes=SHORT_BYTES,
-            before_inter_node=self._extend_intra_node_timeout,
-            chunk_bytes=_MESSAGE_BYTES * topology.num_leaders * len(topology.nodes),
-        )  # fmt: skip
+        options = {
+            "replicated_bytes": SHORT_BYTES, "before_inter_node": self._extend_intra_node_timeout,
+            "chunk_bytes": _MESSAGE_BYTES * topology.num_leaders * len(topology.nodes),
+        }  # fmt: skip
+        self._levels = HierarchicalCollectives(intra_node, inter_node, topology, self._scratch, **options)
+        self._recorded = RecordedCollectives(intra_node, connections, self._leaders, topology, **options)
 
     def begin_call(self, timeout: float | None, label: tuple[str | None, str | None]) -> None:
         """Begin a call.
@@ -108,7 +110,8 @@ class HostCollectives:
 
         def reduce(source: int, out: int, count: int, what: LevelReduction) -> tuple[int, int]:
             sums = source if what.dtype != what.out_dtype else out
-            return self._levels.all_reduce(source, sums, out, count, what)
+            recorded = spec.scalar is None and self._recorded.takes(count * ITEMSIZE[what.dtype])
+            return (self._recorded if recorded else self._levels).all_reduce(source, sums, out, count, what)
 
         out, (start, numel) = self._reduce(fingerprint, reduce, send, count, recv, count, spec)
         if stats_out:
@@ -134,7 +137,8 @@ class HostCollectives:
 
     def broadcast(self, fingerprint, send: int, recv: int, nbytes: int, root: int) -> None:
         """Send the root's ``nbytes`` to all ranks."""
-        self._run(fingerprint, self._levels.broadcast, send, recv, nbytes, root)
+        levels = self._recorded if self._recorded.takes(nbytes) else self._levels
+        self._run(fingerprint, levels.broadcast, send, recv, nbytes, root)
 
     def all_gather(self, fingerprint, send: int, recv: int, nbytes: int) -> None:
         """Gather every rank's ``nbytes`` on all ranks, in rank order."""

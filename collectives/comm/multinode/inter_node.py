@@ -13,6 +13,7 @@ import torch
 
 from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE
+from ...kernels.execution import run as run_kernel
 from ..algorithms.plan import CallKey, PlanCache
 from ..algorithms.schedule import shard_bounds
 from .hierarchical import LevelReduction
@@ -30,13 +31,16 @@ class ScheduledInterNode:
     """The collectives of this leader with those of the other nodes, on host memory.
 
     ``transport``: its peers are the nodes, in order; ``end_call``: a function to call after the
-    messages of a call: a barrier has none, and waits for the other nodes there. One call at a time;
-    each blocks until its result is there.
+    messages of a call: a barrier has none, and waits for the other nodes there; ``launch``: runs a
+    kernel, as `kernels.execution.run`. One call at a time; each blocks until its result is there.
     """
 
-    def __init__(self, transport, topology: Topology, end_call: Callable[[], None] = lambda: None):
+    def __init__(
+        self, transport, topology: Topology, end_call: Callable[[], None] = lambda: None, launch: Callable = run_kernel
+    ):
         self._transport = transport
         self._end_call = end_call
+        self._launch = launch
         self._num_ranks = len(topology.locations)
         self._num_nodes = len(topology.nodes)
         self._plans = PlanCache(topology.node, self._num_nodes, torch.device("cpu"), _WHOLE)
@@ -107,5 +111,5 @@ class ScheduledInterNode:
         self._run(key, send, recv)
 
     def _run(self, key: CallKey, send: int, recv: int) -> None:
-        self._plans.get(key).run(self._transport, send, recv, None)
+        self._plans.get(key).run(self._transport, send, recv, None, self._launch)
         self._end_call()
