@@ -68,6 +68,7 @@ typedef struct {
   uint64_t bases[4];
   int64_t limit_ns;     // of a wait for messages; negative: none
   int64_t deadline_ns;  // of the wait that is under way, 0: none is
+  int64_t look_ns;      // when to look for signals again, between steps
   int now, end;         // steps
   int open;             // messages [first, end) of the exchange under way
   int open_end;
@@ -79,7 +80,7 @@ typedef struct {
 // How `collRunSteps` ends.
 enum { collStepsDone, collStepsEngine, collStepsKernel, collStepsLost, collStepsTimeout, collStepsSignals };
 
-#define COLL_POLL_SLICE_NS 100000000  // between looks for signals
+#define COLL_SIGNALS_NS 100000000  // between looks for signals
 #define COLL_CLOSED (-1)              // in place of an errno: the peer has closed the connection
 
 static int64_t collStepsNow(void) {
@@ -182,7 +183,7 @@ static int collWaitForFlows(collSteps_t* run, int64_t* now) {
     run->polls[count].revents = 0;
     run->polls[count++].events = (short)((flow->receiving >= 0 ? POLLIN : 0) | (flow->sending >= 0 ? POLLOUT | POLLRDHUP : 0));
   }
-  int64_t slice = COLL_POLL_SLICE_NS;
+  int64_t slice = COLL_SIGNALS_NS;
   if (run->limit_ns >= 0 && run->deadline_ns - *now < slice) slice = run->deadline_ns > *now ? run->deadline_ns - *now : 0;
   int found = poll(run->polls, (nfds_t)count, (int)((slice + 999999) / 1000000));
   for (int i = 0, k = 0; found > 0 && i < run->num_flows; ++i) {
@@ -242,6 +243,10 @@ static int collRunSteps(collSteps_t* run, const int* interrupted) {
   int in_group = 0, how;
   for (; run->now < run->end; ++run->now) {
     const collStep_t* step = &run->steps[run->now];
+    if (!in_group && collStepsNow() >= run->look_ns) {
+      run->look_ns = collStepsNow() + COLL_SIGNALS_NS;
+      return collStepsSignals;
+    }
     switch (step->kind) {
       case collStepBeginMessages:
         if ((how = collBeginMessages(run, step)) != collStepsDone) return how;
@@ -269,6 +274,7 @@ static void collBeginSteps(collSteps_t* run, int first, int end) {
   run->now = first;
   run->end = end;
   run->deadline_ns = 0;
+  run->look_ns = collStepsNow() + COLL_SIGNALS_NS;
 }
 
 #endif

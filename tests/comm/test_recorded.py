@@ -1,0 +1,241 @@
+"""Recorded collectives of long arrays over several nodes: the same bits, and how they fail in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from collectives import errors
+from collectives._nccl import STEP_KINDS, StepList
+from collectives.comm.engine import get_engine
+from collectives.comm.multinode import recorded
+from collectives.kernels.execution import library
+from tests.hosts import joined
+from tests.ranks import Died, run_ranks
+
+COUNT = 1_100_011  # floats: some chunks on two nodes of two ranks
+
+
+def make_calls(comm, rank, size):
+    """Return calls on long arrays: functions that make their arrays and return what is in them then."""
+
+    def numbers(dtype, count=COUNT):
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(-99, 99, (count,), generator=generator).div(16).to(dtype)
+
+    def all_reduce(dtype, op, count):
+        array = numbers(dtype, count)
+        comm.all_reduce(array, op)
+        return array
+
+    def out_of_place():
+        array, out = numbers(torch.float32), torch.empty(COUNT)
+        comm.all_reduce(array, out=out)
+        return torch.cat([array, out])
+
+    def view():
+        array = numbers(torch.float32)
+        comm.all_reduce(array[3 : COUNT - 1])
+        return array
+
+    def unaligned():
+        array = numbers(torch.float32).view(torch.uint8)
+        comm.all_reduce(array.numpy()[2:-2].view("float32"))
+        return array
+
+    def rooted(name, dtype, root):
+        array = numbers(dtype, 4 * COUNT // dtype.itemsize)
+        getattr(comm, name)(array, root)
+        return array if name == "broadcast" or rank == root else array[:0]
+
+    dtypes = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int32, torch.uint8
+    reductions = [(dtype, op) for dtype in dtypes for op in ("sum", "avg")]
+    reductions += [(torch.float32, op) for op in ("prod", "max", "min", 0.5 + rank)]
+    made = [partial(all_reduce, dtype, op, 4 * COUNT // dtype.itemsize) for dtype, op in reductions]
+    made += [partial(all_reduce, torch.float32, "sum", COUNT + 1), out_of_place, view, unaligned]
+    for root in range(size):
+        made += [partial(rooted, "broadcast", torch.float32, root), partial(rooted, "reduce", torch.float32, root)]
+    made.append(partial(rooted, "broadcast", torch.uint8, 1))
+    return made
+
+
+def same_bits(ctx, machines):
+    """The same call by the composition itself, then recorded, then by the recording once more."""
+    takes, recorded._MAX_RECORDINGS = recorded.RecordedCollectives.takes, 8
+    with joined(ctx, machines) as comm:
+        made = make_calls(comm, ctx.rank, ctx.size)
+        for call in made:
+            found = []
+            for way in ("composed", "recorded", "again"):
+                recorded.RecordedCollectives.takes = takes if way != "composed" else lambda *_: False
+                found.append(call().view(torch.uint8))
+            recorded.RecordedCollectives.takes = takes
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), call
+        kept = comm._native.collectives._recorded._recordings
+        assert len(kept) == recorded._MAX_RECORDINGS < len(made)  # more were made than are kept
+
+
+@pytest.mark.parametrize("machines", ["aabb", "abbab", "abc"])
+def test_same_bits_as_composed(machines):
+    run_ranks(same_bits, len(machines), machines, timeout=100, fresh=True)
+
+
+# ---- Failures in the middle.
+
+
+def until_it_fails(comm, seconds=20.0):
+    """Reduce a long array until a call fails; return the error."""
+    array, end = torch.ones(20 * COUNT), time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            comm.all_reduce(array, "max")
+        except errors.CollectivesError as error:
+            return error
+    raise AssertionError("no call has failed")
+
+
+def later(function, *args):
+    threading.Timer(0.3, function, args).start()
+
+
+def killed(ctx, victim):
+    with contextlib.suppress(errors.CollectivesError), joined(ctx, "aabb") as comm:
+        if ctx.rank == victim:
+            later(os.kill, os.getpid(), signal.SIGKILL)
+        error = until_it_fails(comm)
+        comm.abort()
+    return type(error).__name__, error.peers
+
+
+@pytest.mark.parametrize("victim", [1, 3])  # rank 0 has the store by which ranks learn the cause
+def test_a_killed_rank_is_named(victim):
+    answers = run_ranks(killed, 4, victim, deaths=[victim], timeout=60)
+    assert isinstance(answers.pop(victim), Died) and answers == [("RemoteError", (victim,))] * 3
+
+
+def stopped(ctx):
+    """A rank that is stopped, and so lets all others run out of time."""
+    with joined(ctx, "aabb") as comm:
+        comm.all_reduce(torch.ones(COUNT))
+        comm._native.set_timeout(1.0)
+        if ctx.rank == 2:
+            goes_on = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            later(os.kill, os.getpid(), signal.SIGSTOP)
+        error = until_it_fails(comm)
+        if ctx.rank == 2:
+            goes_on.wait()
+        ctx.barrier()
+        comm.abort()
+    return type(error).__name__, error.peers
+
+
+def test_a_stopped_rank_is_named():
+    answers = run_ranks(stopped, 4, timeout=60)
+    answers.pop(2)
+    assert answers == [("CollectiveTimeout", (2,))] * 3
+
+
+def aborted(ctx, by_signal):
+    """Another thread of rank 1, or a signal handler, aborts: its own call ends with that, and the others' by its end.
+
+    A handler may come between two calls, the second of which is refused.
+    """
+    with joined(ctx, "aabb") as comm:
+        before = signal.signal(signal.SIGUSR1, lambda *_: comm.abort())
+        if ctx.rank == 1:
+            later(*((os.kill, os.getpid(), signal.SIGUSR1) if by_signal else (comm.abort,)))
+        error = until_it_fails(comm)
+        signal.signal(signal.SIGUSR1, before)
+        ctx.barrier()
+        comm.abort()
+    return type(error).__name__, error.peers, str(error)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_an_abort_ends_it(by_signal):
+    first, second, third, fourth = run_ranks(aborted, 4, by_signal, timeout=60)
+    assert second[0] == "Aborted" or (by_signal and "the communicator was aborted" in second[2]), second
+    assert {first[0], third[0], fourth[0]} == {"RemoteError"} and first[1] == fourth[1] == (1,)
+
+
+def interrupted(ctx):
+    """Ctrl-C: this rank raises it, and the others are not left waiting."""
+    with joined(ctx, "aabb") as comm:
+        if ctx.rank == 2:
+            later(os.kill, os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                until_it_fails(comm)
+            found = "KeyboardInterrupt"
+        else:
+            found = type(until_it_fails(comm)).__name__
+        ctx.barrier()
+        comm.abort()
+    return found
+
+
+def test_ctrl_c():
+    assert run_ranks(interrupted, 4, timeout=60) == ["RemoteError", "RemoteError", "KeyboardInterrupt", "RemoteError"]
+
+
+def waits(ctx):
+    """While a rank waits for messages, `pending` names the rank for which it does."""
+    with joined(ctx, "ab", timeout=30.0) as comm:
+        array, named = torch.ones(4 * COUNT), set()
+        comm.all_reduce(array)
+        if ctx.rank == 1:
+            whole = StepList.run
+
+            class Late(StepList):
+                def run(self, *args):
+                    time.sleep(0.5)
+                    return whole(self, *args)
+
+            recorded.StepList = Late
+            comm._native.collectives._recorded._recordings.clear()
+        worker = threading.Thread(target=comm.all_reduce, args=(array,))
+        worker.start()
+        while worker.is_alive():
+            if (pending := comm._native.pending()) is not None:
+                named.update(pending.peers)
+            time.sleep(0.01)
+        recorded.StepList = StepList
+        return named
+
+
+def test_who_is_waited_for():
+    assert run_ranks(waits, 2, timeout=60, fresh=True)[0] == {1}
+
+
+# ---- The list of steps itself.
+
+
+def test_steps_that_cannot_be_run_are_refused():
+    engine = get_engine("host")
+    (comm,) = engine.library.comm_init_all([0])
+    run = library().run_address
+    kernel = (STEP_KINDS["kernel"], 7, 2, 0, 1, 0, 0, 0, 1)
+    message = (STEP_KINDS["begin_messages"], 0, 0, 0, 0, 0, 0, 0, 2)
+    for steps, messages, kernels, sources, sockets, text in (
+        ([kernel], [], [], [0], [], "step 0 uses messages, sources or a kernel"),
+        ([message], [(0, True, 0, 1)], [], [], [0], "step 0 uses messages, sources or a kernel"),
+        ([], [(1, True, 0, 1)], [], [], [0], "message 0 has no socket"),
+        ([], [], [b"short"], [], [], "kernel 0 takes .* bytes"),
+    ):
+        with pytest.raises(errors.InvalidArgument, match=text):
+            StepList(comm, run, steps, messages, kernels, sources, sockets)
+    empty = StepList(comm, run, [], [], [], [], [])
+    assert empty.run(0, 0, (), None, 1) is None and empty.waiting == []
+    for arguments in ((0, 1, ()), (-1, 0, ()), (0, 0, (1, 2, 3, 4))):
+        with pytest.raises(errors.InvalidArgument, match="steps"):
+            empty.run(*arguments, None, 1)
+    comm.destroy()
+    with pytest.raises(errors.InvalidUsage, match="closed"):
+        empty.run(0, 0, (), None, 1)
