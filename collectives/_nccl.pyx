@@ -74,6 +74,8 @@ __all__ = [
     "Queue",
     "SHRINK_ABORT",
     "SPLIT_NOCOLOR",
+    "STEP_KINDS",
+    "StepList",
     "UNDEF_INT",
     "UNIQUE_ID_BYTES",
     "VERSION",

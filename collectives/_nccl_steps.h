@@ -12,6 +12,10 @@
 #include "_nccl_table.h"
 #include "coll/kernel_abi.h"
 
+#ifndef POLLRDHUP  // needs _GNU_SOURCE before the first header
+#define POLLRDHUP 0x2000
+#endif
+
 enum {
   collStepReduceScatter,
   collStepReduce,

@@ -35,7 +35,8 @@ from .settings import Settings
 __all__ = ["Controller"]
 
 _cached_of = attrgetter("cached")
-_EVERY_RANKS_ERRORS = (Mismatch, RemoteError, CollectiveTimeout, Aborted)  # the other ranks get them, too, and don't wait
+# Which the other ranks get, too, so that they don't wait for this one.
+_EVERY_RANKS_ERRORS = (Mismatch, RemoteError, CollectiveTimeout, Aborted)
 
 
 class Controller:
@@ -214,14 +215,12 @@ class Controller:
                 self._perform_plan(plan, new)
             else:
                 self._perform_ready()
-        except Exception as error:
+        except BaseException as error:
             self._fail_all(error)
             if not isinstance(error, _EVERY_RANKS_ERRORS):
                 self._abort_comms()  # the error is this rank's alone, and the others wait
-        except BaseException as error:  # Ctrl-C during an all-gather: the ranks' tables may differ
-            self._fail_all(error)
-            self._abort_comms()
-            raise
+            if not isinstance(error, Exception):  # Ctrl-C during an all-gather: the ranks' tables may differ
+                raise
 
     def _drain_queue(self) -> list[TensorTableEntry]:
         queue, new = self._queue, []

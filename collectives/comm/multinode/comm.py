@@ -412,7 +412,9 @@ def _find_cause(store: ErrorStore, error: CollectivesError, is_transfer: bool) -
     if isinstance(error, CollectiveTimeout):
         return _follow_timeout(store, error)
     if is_transfer or isinstance(error, RemoteError):
-        return store.fetch_error(peers=error.peers) or error
+        posted = store.fetch_error(peers=error.peers)
+        if posted is not None and error.rank not in posted.peers:  # a peer may have seen this one's end before
+            return posted
     return error
 
 
