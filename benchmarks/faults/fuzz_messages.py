@@ -89,7 +89,7 @@ def open_requests():
 
     def encode(new: list, ids: list[int], flags: int = 0, in_payload: bool = False) -> bytes:
         payload = requests.encode_requests(new, ids if in_payload else None) if new or in_payload else b""
-        row = [flags | (4 if in_payload else 0), len(payload), len(ids), *([] if in_payload else ids)]
+        row = [flags | (2 if in_payload else 0), len(payload), len(ids), *([] if in_payload else ids)]
         return b"p" + struct.pack(f"<{words}i", *row, *[0] * (words - len(row))) + payload
 
     def read(data: bytes) -> str | None:
@@ -111,12 +111,12 @@ def open_requests():
         message_table.fuse_responses(ready, 1 << 26)
         for key in table.waiting:
             table.missing_ranks(key)
-        table.plan_for((0, 1), 1 << 26)
+        table.plan_for(tuple(each.cached for each in ready), 1 << 26)
         return None
 
     corpus = [
         encode(some[:4], [0, 1, 2]), encode(some, list(range(len(some)))), encode([], []), encode([], [], 1),
-        encode(some[:4], [3, 0], 2), encode(some[:3], [0, 1, 2] * 100, 0, True),
+        encode(some[:4], [3, 0], 4), encode(some[:3], [0, 1, 2] * 100, 0, True),
     ]  # fmt: skip
     yield corpus, read
 

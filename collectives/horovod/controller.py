@@ -253,9 +253,9 @@ class Controller:
                 return plan
         if join:
             self._join_sent = True
-        ids = exchange.gather(requests, join=join)
-        if ids is not None:
-            plan = table.plan_for(tuple(ids), self.settings.fusion_threshold)
+        same = exchange.gather(requests, join=join)
+        if same is not None:
+            plan = table.plan_for(same, self.settings.fusion_threshold)
             if plan is not None:
                 return plan
         self._add_outstanding(new)

@@ -7,12 +7,11 @@ which is the same on all ranks. Each rank keeps the same table. This module does
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import is_
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..errors import TransportError
-from .messages import CachedRequest, Request, cached_request
+from .messages import CachedRequest, Request
 
 __all__ = ["CachedPlan", "FusedResponse", "MessageTable", "Response", "fuse_responses"]
 
@@ -97,12 +96,10 @@ class MessageTable:
         self.waiting: dict[str, list[CachedRequest | None]] = {}
         self.joined: list[int] = []
         self.planned = False
-        self._requests: list[list[CachedRequest]] = [[] for _ in range(size)]  # by rank and request id
         # Operations without a name, by kind: those of plans, which all ranks have submitted, and the others by rank.
         self._unnamed_in_plans: dict[str, int] = {}
         self._unnamed: list[dict[str, int]] = [{} for _ in range(size)]
         self._ready: list[Response] = []
-        self._ids_match = True  # a request id means the same request on all ranks
         self._plans: dict[tuple[CachedRequest, ...], CachedPlan] = {}
         self._plan_number = 0  # of the newest plan
 
@@ -110,29 +107,15 @@ class MessageTable:
         """Add a cycle's messages of all ranks, by rank, as `RequestExchange.messages` returns them."""
         self.planned = False
         for rank, message in enumerate(messages):
-            if message.new is not None:
-                self.register_requests(rank, message.new, restart=message.restart)
-            if message.request_ids:
-                self.add_submitted(rank, message.request_ids)
+            if message.requests:
+                self.add_submitted(rank, message.requests)
             if message.join:
                 self.join(rank)
 
-    def register_requests(self, rank: int, new: list[Request], *, restart: bool = False) -> None:
-        """Give a rank's new requests the next request ids; ``restart``: ids from 0."""
-        if restart:
-            self._requests[rank] = []
-        self._requests[rank] += map(cached_request, new)
-        first = self._requests[0]  # any rank may be the last one to announce a request
-        self._ids_match = all(len(known) == len(first) and all(map(is_, known, first)) for known in self._requests[1:])
-
-    def add_submitted(self, rank: int, request_ids: Sequence[int]) -> None:
+    def add_submitted(self, rank: int, requests: Iterable[CachedRequest]) -> None:
         """Add what a rank has submitted, in its order."""
-        known, waiting, size, unnamed = self._requests[rank], self.waiting, self.size, self._unnamed[rank]
-        if request_ids and not 0 <= min(request_ids) <= max(request_ids) < len(known):
-            text = f"rank {rank} has submitted a request that it never announced"
-            raise TransportError(text, op="hvd", peers=(rank,))
-        for number in request_ids:
-            cached = known[number]
+        waiting, size, unnamed = self.waiting, self.size, self._unnamed[rank]
+        for cached in requests:
             key = cached.key or self._unnamed_key(cached.request.kind, unnamed)
             row = waiting.get(key)
             if row is None:
@@ -152,15 +135,14 @@ class MessageTable:
         unnamed[kind] = number + 1
         return f"{kind}.noname.{self._unnamed_in_plans.get(kind, 0) + number}"
 
-    def plan_for(self, request_ids: tuple[int, ...], threshold: int) -> CachedPlan | None:
+    def plan_for(self, requests: tuple[CachedRequest, ...], threshold: int) -> CachedPlan | None:
         """Return the plan of what all ranks have submitted in the same order, and count it as used.
 
         ``threshold``: as of `fuse_responses`. None: `add_submitted` must be called for each rank.
         """
         unnamed = self._unnamed[0]
-        if self.waiting or self.joined or not self._ids_match or any(each != unnamed for each in self._unnamed[1:]):
+        if self.waiting or self.joined or any(each != unnamed for each in self._unnamed[1:]):
             return None
-        requests = tuple([self._requests[0][number] for number in request_ids])
         plan = self._plans.get(requests) or self._make_plan(requests, threshold)
         self.planned = True
         self.use_plan(plan)

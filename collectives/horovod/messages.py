@@ -80,7 +80,11 @@ _cache: weakref.WeakValueDictionary[Request, CachedRequest] = weakref.WeakValueD
 
 
 def cached_request(request: Request) -> CachedRequest:
-    """Return the one `CachedRequest` of a request, which lives while it is referenced."""
+    """Return the `CachedRequest` of a request, which lives while it is referenced.
+
+    Threads that want it for the first time at once may get two: compare the requests where it must
+    not matter.
+    """
     cached = _cache.get(request)
     if cached is None:
         cached = _cache[request] = CachedRequest(request)
@@ -164,6 +168,7 @@ def decode_requests(data: bytes, rank: int) -> tuple[list[Request], list[int] | 
 
 
 def _parse_shape(value) -> tuple[int, ...]:
-    if not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in (*value, math.prod(value))):
+    shape = tuple(value)
+    if not all(type(n) is int and 0 <= n < _MAX_ELEMENTS for n in shape) or math.prod(shape) >= _MAX_ELEMENTS:
         raise ValueError("no shape")
-    return tuple(value)
+    return shape

@@ -16,8 +16,6 @@ from collectives.comm.engine import get_engine
 from collectives.errors import InvalidUsage, TransportError
 from collectives.horovod import operations as ops
 from collectives.horovod.basics import World, activate, current
-from collectives.horovod.message_table import MessageTable
-from collectives.horovod.messages import Request
 from collectives.horovod.settings import read_settings
 from collectives.rendezvous.peers import PeerInfo
 from tests.ranks import run_ranks
@@ -175,18 +173,6 @@ def test_mishaps():
     failures = [(name, True) for name in ("MemoryError", "InvalidUsage", "TransportError")]
     assert first == [True, 2.0, failures, [True, "interrupted"], True]
     assert second == [True, 2.0, [("RemoteError", False)] * 3, ["raised"], True]
-
-
-def test_numbers_of_a_rank_that_begins_anew():
-    table = MessageTable(2)
-    first, second, third = (Request("allreduce", name, ("float32",), ((1,),), "cpu", "sum") for name in "abc")
-    for rank in range(2):
-        table.register_requests(rank, [first, second])
-    table.register_requests(0, [third, second], restart=True)  # rank 1, the last one, has nothing new
-    assert table.plan_for((0,), 1 << 20) is None  # rank 0 means c, and rank 1 a
-    for rank in range(2):
-        table.register_requests(rank, [second], restart=True)
-    assert table.plan_for((0,), 1 << 20) is not None
 
 
 def begins(ctx):

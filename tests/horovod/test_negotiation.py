@@ -15,7 +15,7 @@ import time
 import torch
 
 from collectives.horovod.message_table import MessageTable, fuse_responses
-from collectives.horovod.messages import Request
+from collectives.horovod.messages import Request, cached_request
 from tests.ranks import Died, run_ranks
 
 from .started import started
@@ -60,20 +60,19 @@ def test_any_order():
 
 
 def requests(*shapes, dtype="float32"):
-    return [Request("allreduce", str(i), (dtype,), (shape,), "cpu", "avg") for i, shape in enumerate(shapes)]
+    made = [Request("allreduce", str(i), (dtype,), (shape,), "cpu", "avg") for i, shape in enumerate(shapes)]
+    return list(map(cached_request, made))
 
 
 def test_fusion_is_by_size_and_kind():
     table = MessageTable(2)
-    new = [*requests((1000,), (2000,), (300_000,), (3000,)), Request("barrier")]
-    new += [Request("allreduce", "other", ("float64",), ((5,),), "cpu", "avg")]
-    for rank in range(2):
-        table.register_requests(rank, new)
-    table.add_submitted(0, range(len(new)))
+    other = Request("allreduce", "other", ("float64",), ((5,),), "cpu", "avg")
+    new = [*requests((1000,), (2000,), (300_000,), (3000,)), *map(cached_request, [Request("barrier"), other])]
+    table.add_submitted(0, new)
     assert (
         table.pop_ready() == [] and table.missing_ranks("allreduce.2") == [1] and table.missing_ranks("nothing") == []
     )
-    table.add_submitted(1, range(len(new))[::-1])  # complete in the order of the last rank
+    table.add_submitted(1, new[::-1])  # complete in the order of the last rank
     ready = table.pop_ready()
     assert [each.request.name for each in ready] == ["other", "", "3", "2", "1", "0"]
     names = [[each.request.name for each in item.responses] for item in fuse_responses(ready, 16_000)]
@@ -83,24 +82,18 @@ def test_fusion_is_by_size_and_kind():
 
 
 def test_all_at_once_and_by_rank_give_the_same():
-    new = requests((4,), (8,))
+    first, second = requests((4,), (8,))
     quick, slow = MessageTable(3), MessageTable(3)
-    for table in (quick, slow):
-        for rank in range(3):
-            table.register_requests(rank, new)
-    plan = quick.plan_for((1, 0), 1 << 20)
-    assert plan is quick.plan_for((1, 0), 1 << 20)
+    plan = quick.plan_for((second, first), 1 << 20)
+    assert plan is quick.plan_for((second, first), 1 << 20)
     for rank in range(3):
-        slow.add_submitted(rank, [1, 0])
+        slow.add_submitted(rank, [second, first])
     ((batch, places),) = plan.items
     assert places == [0, 1] and quick.pop_ready() == [] and batch.small
-    by_rank = [each.cached_requests[0].request for each in slow.pop_ready()]
-    assert [each.request for each in batch.responses] == by_rank == [new[1], new[0]]
-    slow.add_submitted(0, [0])
-    assert slow.plan_for((1,), 1 << 20) is None  # something waits
-    quick.register_requests(0, requests((5,)))
-    quick.register_requests(2, [])
-    assert quick.plan_for((2,), 1 << 20) is None  # the ranks' numbers differ
+    by_rank = [each.cached for each in slow.pop_ready()]
+    assert [each.cached for each in batch.responses] == by_rank == [second, first]
+    slow.add_submitted(0, [first])
+    assert slow.plan_for((second,), 1 << 20) is None  # something waits
 
 
 def joins(ctx):
@@ -275,6 +268,7 @@ def forks(ctx):
         if under_way is not None:
             uses.append(lambda: hvd.synchronize(under_way))
         texts = [_in_child(hvd, use) for use in uses]
+        ctx.exchange(None)
         if under_way is None:
             under_way = hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="under way")
         return texts, hvd.synchronize(under_way).item(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()

@@ -3,60 +3,110 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import torch
 
+from collectives.horovod import request_exchange
 from collectives.horovod.basics import current
 from collectives.horovod.message_table import MessageTable
-from collectives.horovod.messages import Request, cached_request
-from collectives.horovod.request_exchange import RankMessage, RequestExchange
+from collectives.horovod.messages import CachedRequest, Request, cached_request
+from collectives.horovod.request_exchange import RequestExchange
 from tests.ranks import run_ranks
 
 from .started import started
 
 
 def request(name, count):
-    return Request("allreduce", name, ("float32",), ((count,),), "cpu", "sum")
+    return cached_request(Request("allreduce", name, ("float32",), ((count,),), "cpu", "sum"))
 
 
 def test_plans_are_known_by_number():
-    unnamed = request("", 4)
-    named = request("named", 8)
+    first, second = request("", 4), request("named", 8)
     one, other = MessageTable(2), MessageTable(2)  # of two ranks
     for table in (one, other):
-        for rank in range(2):
-            table.register_requests(rank, [unnamed, named])
-        assert not table.planned and table.plan_for((0, 0), 1 << 20).number == 1 and table.planned
-        assert table.plan_for((1,), 1 << 20).number == 2
-    first, second = cached_request(unnamed), cached_request(named)
+        assert not table.planned and table.plan_for((first, first), 1 << 20).number == 1 and table.planned
+        assert table.plan_for((second,), 1 << 20).number == 2
     for plan, wanted in (((first, first), 1), ((second,), 2)):
         assert one.find_plan(plan).number == other.find_plan(plan).number == wanted
     assert one.find_plan((first,)) is None
     one.use_plan(one.find_plan((first, first)))
     # Operations without a name are counted whether they were planned or not, those of all ranks.
     assert one.keys_of(0, [first, second, first]) == ["allreduce.noname.4", "allreduce.named", "allreduce.noname.5"]
-    one.add_submitted(1, [0])
+    one.add_submitted(1, [first])
     assert one.missing_ranks("allreduce.noname.4") == [0] and one.keys_of(1, [first]) == ["allreduce.noname.5"]
     one.add_messages([])
     assert not one.planned
     for number in range(2, 400):  # more than are kept: numbers go on
-        for rank in range(2):
-            other.register_requests(rank, [request(f"{number}", 1)])
-        assert other.plan_for((number,), 1 << 20).number == number + 1
+        assert other.plan_for((request(f"{number}", 1),), 1 << 20).number == number + 1
     assert other.find_plan((second,)) is None
 
 
-def test_ranks_have_plans_whichever_of_them_was_ahead():
-    """While a request was announced: the last rank, too, may have done it before the others."""
-    first, second = request("first", 4), request("second", 4)
-    for ahead in range(3):
-        table = MessageTable(3)
-        for early, others in (([first, second], [first]), ([], [second])):
-            announced = [early if rank == ahead else others for rank in range(3)]
-            ids = [[(first, second).index(each) for each in new] for new in announced]
-            rows = zip(announced, ids, strict=True)
-            table.add_messages(RankMessage(new or None, False, numbers, False) for new, numbers in rows)
-        assert len(table.pop_ready()) == 2 and table.plan_for((0, 1), 1 << 20) is not None, ahead
+def gathered(*submitted, exchanges):
+    """Run a cycle of exchanges, one for each rank in this process; return what each has found: what all have
+    submitted, if it is the same, and else the messages.
+    """
+    size, found = len(exchanges), {}
+
+    class Control:
+        def __init__(self, rank):
+            self.rank, self.size, self.calls = rank, size, 0
+
+        def all_gather(self, out, own):
+            key = self.calls
+            self.calls += 1
+            with changed:
+                rows = shared.setdefault(key, {})
+                rows[self.rank] = own.copy()
+                changed.notify_all()
+                assert changed.wait_for(lambda: len(rows) == size, 20)
+            out[:] = [rows[rank] for rank in range(size)]
+
+    shared, changed = {}, threading.Condition()
+
+    def run(rank):
+        exchange = exchanges[rank]
+        exchange._control = Control(rank)
+        same = exchange.gather(submitted[rank], join=False)
+        found[rank] = same, exchange.messages() if same is None else None
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in range(size)]
+
+
+def test_an_id_is_the_same_on_all_ranks_whoever_announced_it_first():
+    first, second, third = request("first", 4), request("second", 4), request("third", 4)
+    exchanges = [RequestExchange(Gathers(0, 0)) for _ in range(3)]
+    for submitted in (([first, second], [second], [third, first]), ([], [first, third], [second])):
+        for same, messages in gathered(*submitted, exchanges=exchanges):
+            assert same is None and [message.requests for message in messages] == list(submitted)
+    orders = [[first, second, third], [third, first]], [[second, third], [second, second]]
+    for mine in (*orders[0], *orders[1]):
+        assert gathered(mine, mine, mine, exchanges=exchanges) == [(tuple(mine), None)] * 3
+    twin = CachedRequest(
+        first.request
+    )  # as of a thread that submits it for the first time while another rank's is read
+    for same, _ in gathered([twin], [first], [first], exchanges=exchanges):
+        assert same == (first,)
+    (_, messages), *_ = gathered([first], [second], [], exchanges=exchanges)  # known to all, and in no order of theirs
+    assert [message.requests for message in messages] == [[first], [second], []]
+
+
+def test_ids_begin_anew_on_all_ranks_at_once(monkeypatch):
+    monkeypatch.setattr(request_exchange, "_MAX_REQUESTS", 5)
+    exchanges = [RequestExchange(Gathers(0, 0)) for _ in range(3)]
+    many = [request(f"of many {number}", 4) for number in range(12)]
+    counts = []
+    for one, other in zip(many[::2], many[1::2], strict=True):
+        for same, messages in gathered([one, other], [other], [], exchanges=exchanges):
+            assert same is None and [message.requests for message in messages] == [[one, other], [other], []]
+        assert exchanges[0]._ids == exchanges[1]._ids == exchanges[2]._ids
+        counts.append(len(exchanges[0]._ids))
+    assert counts == [2, 4, 0, 2, 4, 0]
 
 
 class Gathers:
@@ -113,6 +163,11 @@ def steady(ctx):
                 submitted[name] = hvd.allreduce_async(torch.tensor([rank, int(name)]), name=name, op=hvd.Sum)
             for name in names:
                 assert hvd.synchronize(submitted[name]).tolist() == [total, size * int(name)]
+        # Whoever announced them in which order, they are planned once they come in one order.
+        for _ in range(3):
+            for number in range(4):
+                hvd.allreduce(torch.tensor([rank, number]), name=f"{number}", op=hvd.Sum)
+        planned_anew = controller._message_table.planned
         # One rank is late with an operation that the others submit before and after another one.
         late = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum) if rank else None
         for _ in range(3):
@@ -133,9 +188,9 @@ def steady(ctx):
         hvd.join()
         reduce(None)
         reduce("same")
-        return counts, errors
+        return counts, errors, planned_anew
 
 
 def test_a_steady_state_is_a_number_and_the_operation():
-    for counts, errors in run_ranks(steady, 3):
-        assert counts == [(5, 5)] * 6 and errors == [True] * 2
+    for counts, errors, planned_anew in run_ranks(steady, 3):
+        assert counts == [(5, 5)] * 6 and errors == [True] * 2 and planned_anew
