@@ -417,8 +417,8 @@ def _find_cause(store: ErrorStore, error: CollectivesError, is_transfer: bool) -
         return _follow_timeout(store, error)
     if is_transfer or isinstance(error, RemoteError):
         posted = store.fetch_error(peers=error.peers)
-        if posted is not None and error.rank not in posted.peers:  # a peer may have seen this one's end before
-            return posted
+        seen_end = isinstance(posted, RemoteError) and error.rank in posted.peers  # this rank's, by a peer
+        return error if posted is None or seen_end else posted
     return error
 
 
