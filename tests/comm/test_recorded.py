@@ -89,6 +89,41 @@ def test_same_bits_as_composed(machines):
     run_ranks(same_bits, len(machines), machines, timeout=100, fresh=True)
 
 
+def several(ctx):
+    """Two communicators and a part of them, each used by a thread of its own, half of the calls by a queue."""
+    with joined(ctx, "aab") as whole:
+        other, part = whole.split(0, -ctx.rank), whole.split(int(ctx.rank == 0), ctx.rank)
+        wrong, ended = [], []
+
+        def use(comm, count):
+            for i in range(6):
+                array = torch.full((count + 1000 * (i % 3),), float(comm.rank + i))
+                work = comm.all_reduce(array, async_op=i % 2 == 1)
+                if i % 2:
+                    work.wait()
+                if not array.eq(sum(range(comm.size)) + comm.size * i).all():
+                    wrong.append(("all_reduce", comm.size, i))
+                array.fill_(float(comm.rank))
+                comm.broadcast(array, i % comm.size)
+                if not array.eq(i % comm.size).all():
+                    wrong.append(("broadcast", comm.size, i))
+            ended.append(comm)
+
+        pairs = (whole, COUNT), (other, COUNT + 7), (part, 2 * COUNT)
+        threads = [threading.Thread(target=use, args=pair) for pair in pairs]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        for comm in (part, other):
+            comm.close()
+    return wrong, len(ended)
+
+
+def test_several_communicators_at_once():
+    assert run_ranks(several, 3, timeout=90) == [([], 3)] * 3
+
+
 # ---- Failures in the middle.
 
 
