@@ -225,14 +225,12 @@ cdef class Comm:
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommAbort, "ncclCommAbort")
         cdef ncclResult_t code
-        global collInterrupted
         self.calls -= 1
         self.comm = NULL
         self.closed = True
         self.library.unfinished.discard(self)
         if collInsideInterrupt and (self.calls > 0 or collInsideGroupEnd):
             aborted_by_handlers.append((self, <size_t> comm))
-            collInterrupted = 1
             return
         code = self.abort_now(comm)
         if code != ncclSuccess and code != ncclInProgress:

@@ -156,6 +156,8 @@ cdef int run_signal_handlers() noexcept:
     except BaseException as error:
         raised_by_handler = error
         collInterrupted = 1
+    if aborted_by_handlers:     # not before: the handler's own calls aren't interrupted
+        collInterrupted = 1
     collInsideInterrupt -= 1
     return collInterrupted
 
@@ -163,12 +165,18 @@ cdef int run_signal_handlers() noexcept:
 cdef object take_interrupt(str op, object rank):
     """Return the exception for a call that a signal handler has ended.
 
-    Aborts the communicators that the handler could not.
+    Aborts the communicators that the handler could not; in a handler only those that the call which
+    it has interrupted doesn't use.
     """
     global collInterrupted, raised_by_handler
+    cdef list left = []
     collInterrupted = 0
     error, raised_by_handler = raised_by_handler, None
     while aborted_by_handlers:
         comm, handle = aborted_by_handlers.pop()
-        (<Comm> comm).abort_now(<ncclComm_t> <size_t> handle)
+        if collInsideInterrupt and (<Comm> comm).calls > 0:
+            left.append((comm, handle))
+        else:
+            (<Comm> comm).abort_now(<ncclComm_t> <size_t> handle)
+    aborted_by_handlers.extend(left)
     return error or errors.Aborted("a signal handler called abort() during the call", op=op, rank=rank)

@@ -48,7 +48,7 @@ cdef extern from "_nccl_steps.h" nogil:
         collKernelRun_t run_kernel
         int threads
         uint64_t bases[4]
-        int64_t limit_ns
+        int64_t limit_ns, deadline_ns
         int now
         ncclResult_t code
         int flow
@@ -63,6 +63,9 @@ STEP_KINDS = {
 }
 cdef list STEP_NAMES = [b"ncclReduceScatter", b"ncclReduce", b"ncclAllGather", b"ncclBroadcast", b"ncclGroupStart",
                         b"ncclGroupEnd"]
+
+
+cdef double LONGEST_S = 1e9      # 30 years: as nanoseconds it fits into 64 bits
 
 
 cdef void* allocate_array(list rows, size_t size) except NULL:
@@ -138,7 +141,11 @@ cdef class StepList:
 
     @property
     def waiting(self):
-        """The places of the sockets over which something is still to be sent or received."""
+        """While a run waits for messages: the places of the sockets over which some are still to be
+        sent or received. Else the run waits for nobody, or for a rank of the node.
+        """
+        if not self.c.deadline_ns:
+            return []
         return [i for i in range(self.c.num_flows) if self.c.flows[i].sending >= 0 or self.c.flows[i].receiving >= 0]
 
     def run(self, int first, int end, tuple bases not None, seconds, int threads):
@@ -155,7 +162,7 @@ cdef class StepList:
             raise errors.InvalidArgument(f"steps {first} to {end} of {self.c.num_steps}, {len(bases)} bases")
         for how in range(len(bases)):
             self.c.bases[how + 1] = bases[how]
-        self.c.limit_ns = -1 if seconds is None else <int64_t> (seconds * 1e9)
+        self.c.limit_ns = -1 if seconds is None else <int64_t> (min(seconds, LONGEST_S) * 1e9)
         self.c.threads = threads
         self.c.comm = self.comm.enter(<void*> self.c.api.ncclGroupEnd, "ncclGroupEnd")
         collBeginSteps(&self.c, first, end)
@@ -168,6 +175,8 @@ cdef class StepList:
             self.comm.leave(self.c.code, STEP_NAMES[self.c.steps[self.c.now].kind])
         else:
             self.comm.leave(ncclSuccess, "ncclGroupEnd")    # raises what a signal handler has
+        if how == collStepsKernel and <int> self.c.code == 2:     # as `_kernels.Library.run` has it
+            raise MemoryError("the system has no memory or no thread for the kernels' thread pool")
         if how == collStepsKernel:
             raise errors.InternalError(f"a kernel of a recorded collective failed with status {<int> self.c.code}")
         if how == collStepsDone:

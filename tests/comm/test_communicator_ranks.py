@@ -445,6 +445,8 @@ def aborted_by_a_handler(ctx, how):
     """A handler that aborts, as one for pre-emption does, while the main thread is in a wait."""
     comm = ctx.new_communicator()
     tensor = torch.ones(4)
+    if how == "call with a queue":  # whose thread the abort ends
+        comm.all_reduce(tensor, async_op=True).wait()
     if ctx.rank == 0:
         ctx.barrier()
         comm.abort()
@@ -465,7 +467,7 @@ def aborted_by_a_handler(ctx, how):
     return type(caught.value).__name__, spent < 5, comm.closed
 
 
-@pytest.mark.parametrize("how", ["wait", "turn", "call"])
+@pytest.mark.parametrize("how", ["wait", "turn", "call", "call with a queue"])
 def test_abort_in_a_signal_handler(how):
     assert run_ranks(aborted_by_a_handler, 2, how, timeout=30, fresh=True)[1] == ("Aborted", True, True)
 

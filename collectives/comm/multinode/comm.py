@@ -327,14 +327,18 @@ class MultiNodeComm:
         self._shut_down(Aborted("abort() closed the communicator", rank=self.rank))
 
     def wait_for_calls(self) -> None:
-        """Wait for the calls of other threads."""
+        """Wait for the calls of other threads. Raises `InvalidUsage` as `destroy` does."""
+        self.call_order.check_handler("destroy", self.rank)
         self.call_order.wait_for_calls()
 
     def destroy(self) -> None:
-        """Free everything. Nothing may be in flight."""
+        """Free everything. Nothing may be in flight.
+
+        Raises `InvalidUsage` in a signal handler that has interrupted a call of this thread.
+        """
         if not self.handle:
             return
-        self.call_order.wait_for_calls()
+        self.wait_for_calls()
         self.handle = 0
         if self.collectives.intra_node.handle:
             self.collectives.intra_node.destroy()
@@ -413,8 +417,8 @@ def _find_cause(store: ErrorStore, error: CollectivesError, is_transfer: bool) -
         return _follow_timeout(store, error)
     if is_transfer or isinstance(error, RemoteError):
         posted = store.fetch_error(peers=error.peers)
-        if posted is not None and error.rank not in posted.peers:  # a peer may have seen this one's end before
-            return posted
+        seen_end = isinstance(posted, RemoteError) and error.rank in posted.peers  # this rank's, by a peer
+        return error if posted is None or seen_end else posted
     return error
 
 

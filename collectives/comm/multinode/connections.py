@@ -19,6 +19,7 @@ from .error_store import ErrorStore
 __all__ = ["Flow", "NodeConnections", "TransferError"]
 
 _MOST_PIECES = 64  # of one system call
+_LONGEST_POLL_MS = 1e9  # it takes a C int: 24 days
 _CLOSED = "it was closed"
 _LATE = "it ran out of time"
 _POLL_SEND = select.POLLOUT | select.POLLRDHUP
@@ -181,7 +182,8 @@ class NodeConnections:
     def _wait(self, flows: Sequence[Flow], deadline: float | None) -> list[tuple[Flow, int]]:
         """Return the flows that can move, with the poll's events.
 
-        Blocks until there is one; raises `TransferError` past the deadline.
+        Blocks until there is one, or for the longest time that a poll can take; raises
+        `TransferError` past the deadline.
         """
         poll = select.poll()
         by_descriptor = {}
@@ -190,8 +192,8 @@ class NodeConnections:
                 poll.register(flow, events)
                 by_descriptor[flow.fileno()] = flow
         limit = None if deadline is None else max(0.0, 1000.0 * (deadline - time.monotonic()))
-        found = poll.poll(limit)
-        if not found:
+        found = poll.poll(limit if limit is None else min(limit, _LONGEST_POLL_MS))
+        if not found and (limit is None or limit <= _LONGEST_POLL_MS):
             late = next((flow for flow in flows if flow.incoming), flows[0])
             raise TransferError(late.peer, True, _LATE)
         return [(by_descriptor[descriptor], events) for descriptor, events in found]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..._nccl import DTYPES, FLIGHT_OPS
-from ...errors import CollectivesError, InternalError
+from ...errors import CollectivesError, InternalError, InvalidUsage
 
 __all__ = ["Call", "CallOrder", "MultiNodeLibrary"]
 
@@ -130,13 +130,27 @@ class Call:
 class CallOrder:
     """The order of a communicator's calls.
 
-    They take effect in call order, whatever thread runs them.
+    They take effect in call order, whatever thread runs them. A signal handler that has interrupted
+    a call can't make one or wait for one: the call goes on only when it returns.
     """
 
     def __init__(self):
         self._lock = threading.Lock()
         self._last_done = threading.Event()
         self._last_done.set()
+        self._issuing = threading.local()
+
+    def set_issuing(self, now: bool) -> None:
+        """Note that this thread issues calls now, or no more."""
+        self._issuing.now = now
+
+    def check_handler(self, op: str | None, rank: int) -> None:
+        """Raise `InvalidUsage` in a signal handler that has interrupted a call of this thread."""
+        if getattr(self._issuing, "now", False):
+            raise InvalidUsage(
+                "a signal handler that interrupts a call can only abort the communicator or look at its state",
+                op=op, rank=rank,
+            )  # fmt: skip
 
     def reserve_turn(self) -> tuple[threading.Event, threading.Event]:
         """Return the events of the end of the previous call and of this one's.
@@ -161,6 +175,7 @@ def _issue_calls(calls: list[Call], stream: int) -> None:
     p2p_calls: dict[int, list[Call]] = {}  # by communicator
     for call in calls:
         call.comm.check_usable(call.op)
+        call.comm.call_order.check_handler(call.op, call.comm.rank)
         if call.p2p_op is None:
             batches.append(call)
         else:
@@ -172,8 +187,6 @@ def _issue_calls(calls: list[Call], stream: int) -> None:
             first.nbytes = sum(call.nbytes for call in some)
         batches.append(first)
     batches.sort(key=lambda call: call.comm.uid)  # calls of several communicators in one order on all ranks
-    for call in batches:
-        call.previous_done, call.done = call.comm.call_order.reserve_turn()
 
     def run() -> None:
         try:
@@ -185,15 +198,23 @@ def _issue_calls(calls: list[Call], stream: int) -> None:
             for call in batches:
                 call.done.set()
 
-    if not stream:
-        run()
-        return
     try:
-        _queues[stream].put(run)
+        for call in batches:
+            call.comm.call_order.set_issuing(True)
+        for call in batches:
+            call.previous_done, call.done = call.comm.call_order.reserve_turn()
+        if stream:
+            _queues[stream].put(run)
+        else:
+            run()
     except BaseException:
         for call in batches:
-            call.done.set()
+            if call.done is not None:
+                call.done.set()
         raise
+    finally:
+        for call in batches:
+            call.comm.call_order.set_issuing(False)
 
 
 # ---- Queues.
