@@ -25,7 +25,8 @@ struct Range {
   bool holds(size_t piece, size_t all) const { return piece >= least_piece && all <= most; }
 };
 constexpr size_t kNoLimit = ~size_t{0};
-constexpr Range kAllReduce = {1 << 20, kNoLimit}, kReduceScatter = {1 << 20, 16 << 20}, kExchange = {32 << 10, 16 << 20};
+constexpr Range kAllReduce = {1 << 20, kNoLimit}, kReduceScatter = {1 << 20, 16 << 20};
+constexpr Range kExchange = {32 << 10, 16 << 20};  // all-gather, all-to-all
 // Two ranks: the root and the other one each copy a half. More: staging has the root's data read
 // from a slot, which stays in the caches.
 constexpr Range kRootedOfTwo = {64 << 10, kNoLimit}, kRooted = {64 << 10, 16 << 20};
@@ -52,19 +53,20 @@ bool copies_with_root(CollKind kind) {
 
 }  // namespace
 
-// Whether reading by the kernel is quicker than staging in this call. (A reduce isn't: its root would
-// have to be written to, and the others to keep sums for it.)
+// Whether reading by the kernel is quicker than staging in this call. (A reduce isn't: two ranks took
+// as long for 1 MiB, 1.4 times as long for 64.)
 bool Collective::worth_reading() const {
   bool in_turns = !comm().spin;
   size_t n = static_cast<size_t>(comm().size), nbytes = op.bytes();
+  const Range& rooted = n == 2 ? kRootedOfTwo : kRooted;
   switch (op.kind) {
     case CollKind::AllReduce: return (in_turns ? kAllReduceInTurns : kAllReduce).holds(nbytes, nbytes);
     case CollKind::ReduceScatter: return (in_turns ? kReduceScatterInTurns : kReduceScatter).holds(nbytes, n * nbytes);
     case CollKind::AllGather:
     case CollKind::AllToAll: return (in_turns ? kExchangeInTurns : kExchange).holds(nbytes, n * nbytes);
-    case CollKind::Broadcast: return (in_turns ? kBroadcastInTurns : n == 2 ? kRootedOfTwo : kRooted).holds(nbytes, nbytes);
+    case CollKind::Broadcast: return (in_turns ? kBroadcastInTurns : rooted).holds(nbytes, nbytes);
     case CollKind::Scatter:
-    case CollKind::Gather: return (in_turns ? kRootedInTurns : n == 2 ? kRootedOfTwo : kRooted).holds(nbytes, n * nbytes);
+    case CollKind::Gather: return (in_turns ? kRootedInTurns : rooted).holds(nbytes, n * nbytes);
     default: return false;
   }
 }
@@ -131,7 +133,8 @@ uint8_t Collective::find_shared_arrays() {
     if (op.recv == op.send) memory.recv = memory.send;
     else if (!publish(&memory.recv, find_or_share(shared_memory_use, to, taken, to, taken), to, taken)) return kStaged;
   }
-  if (how == kReadable && (op.kind == CollKind::AllGather || op.kind == CollKind::AllToAll)) note_ordinary_use(to, taken * n);
+  bool exchanges = op.kind == CollKind::AllGather || op.kind == CollKind::AllToAll;
+  if (exchanges && how == kReadable) note_ordinary_use(to, taken * n);
   size_t own = op.kind == CollKind::Scatter ? static_cast<size_t>(c.rank) * op.bytes() : 0;
   if (copies_with_root(op.kind) && root && to == static_cast<const char*>(op.send) + own) how |= kInPlace;
   return how | reads;
@@ -192,17 +195,20 @@ size_t Collective::written_by(int sender, int receiver) const {
   const RankBlock* to = c.segment->rank(receiver);
   int parity = static_cast<int>(op.seq & 1);
   if (!(to->sharing[parity] & kTakes)) return 0;
-  if (!to->memory[parity].recv.extent.nbytes && !(c.segment->rank(sender)->sharing[parity] & kReads)) return 0;
+  bool apart = !to->memory[parity].recv.extent.nbytes;
+  if (apart && !(c.segment->rank(sender)->sharing[parity] & kReads)) return 0;
   size_t nbytes = op.bytes(), part = nbytes / static_cast<size_t>(c.size) / kPage * kPage;
-  bool in_place_there = c.segment->rank(op.root)->sharing[parity] & kInPlace;  // else the root copies its own part, too
-  size_t written = receiver == op.root ? (in_place_there ? nbytes - part : nbytes) : (in_place_there ? part : 0);
+  bool in_place_there = c.segment->rank(op.root)->sharing[parity] & kInPlace;
+  size_t written = receiver == op.root ? nbytes - part : part;
+  if (!in_place_there) written = receiver == op.root ? nbytes : 0;  // the root copies its own part, too
   return written < kLeastWritten ? 0 : written;
 }
 
 // Whether a rank reads or writes another one's memory in this call.
 bool Collective::uses(int rank, int other) const {
   switch (op.kind) {
-    case CollKind::Broadcast: case CollKind::Scatter: return other == op.root || (rank == op.root && written_by(rank, other));
+    case CollKind::Broadcast: case CollKind::Scatter:
+      return other == op.root || (rank == op.root && written_by(rank, other));
     case CollKind::Gather:
       if (rank == op.root) return written_by(other, rank) < op.bytes();
       return other == op.root && written_by(rank, other);

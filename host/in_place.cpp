@@ -4,9 +4,9 @@
 //
 // The first round of the call says where the arrays are (arrays_in_place.cpp). Then each rank does
 // its part of the work, counts `reduced` up, and ends when those who read or write its memory have
-// counted too. Where one rank has all the data, or receives it, that one and each of the others copy
-// a part of what they exchange, so that no core waits for another's copies. Sums are taken by the same kernel in the same order as in
-// the slots, so that the result is the same to the bit.
+// counted too. Where one rank has all the data, or receives it, that one and each of the others
+// copy a part of what they exchange, so that no core waits for another's copies. Sums are taken by
+// the same kernel in the same order as in the slots, so that the result is the same to the bit.
 #include <errno.h>
 #include <string.h>
 #include <time.h>
@@ -100,8 +100,7 @@ void Collective::reduce_in_place(FirstError& unreachable) {
     const auto& memory = c.segment->rank(r)->memory[op.seq & 1];
     if (is_apart(r, memory.send)) read_from[r] = memory.send.offset + from, ++apart;
     else sources[r] = peer_array(r, false) + from;
-    bool receives = op.kind == CollKind::AllReduce || (op.kind == CollKind::Reduce && r == op.root);
-    if (receives && is_apart(r, memory.recv)) written_to[r] = memory.recv.offset + from, writes = true;
+    if (op.kind == CollKind::AllReduce && is_apart(r, memory.recv)) written_to[r] = memory.recv.offset + from, writes = true;
   }
   coll_reduction how = reduction(scalars);
   int n = 0;
@@ -115,11 +114,11 @@ void Collective::reduce_in_place(FirstError& unreachable) {
   if (op.kind == CollKind::AllReduce) {
     for (int i = 0; i < c.size && !error; ++i)
       if (int r = (c.rank + i) % c.size; !written_to[r]) outs[n++] = out_of(r);
-  } else if (!writes) {
+  } else {
     outs[n++] = scatters ? op.recv : out_of(op.root);
   }
   if (error) return;
-  how.copy_count = std::max(n - 1, 0);
+  how.copy_count = n - 1;
   how.past_caches = past_caches && !writes && outs[0] != sources[c.rank];  // in place the lines are in the caches: it takes 1.3 times as long
   size_t read_at_once = esize * static_cast<size_t>(c.size), parts = parts_of(last - first, read_at_once);
   std::unique_ptr<coll_share[]> shares;  // of each part, since the parts end in any order
@@ -136,9 +135,8 @@ void Collective::reduce_in_place(FirstError& unreachable) {
     part.copies = copies;
     if (shares) part.share = &shares[index];
     size_t part_bytes = (end - begin) * esize;
-    size_t areas = apart + (n == 0);  // the sums, too, where they are only written to a peer
-    char* copy = areas ? scratch(areas * part_bytes) : nullptr;
-    if (areas && !copy) return unreachable.keep(make_error(collHostErrorMemory, "no memory for copies of the peers' data"));
+    char* copy = apart ? scratch(apart * part_bytes) : nullptr;
+    if (apart && !copy) return unreachable.keep(make_error(collHostErrorMemory, "no memory for copies of the peers' data"));
     for (int r = 0; r < c.size; ++r) {
       if (!read_from[r]) {
         some[r] = static_cast<const char*>(sources[r]) + begin * esize;
@@ -149,7 +147,7 @@ void Collective::reduce_in_place(FirstError& unreachable) {
       copy += part_bytes;
     }
     for (int i = 1; i < n; ++i) copies[i - 1] = static_cast<char*>(outs[i]) + begin * esize;
-    char* out = n ? static_cast<char*>(outs[0]) + begin * esize : copy;
+    char* out = static_cast<char*>(outs[0]) + begin * esize;
     reduce(out, some, c.size, end - begin, part);
     if (writes && peer_gave_up()) return;  // its memory may be something else by now
     for (int i = 1; i < c.size; ++i)
@@ -190,8 +188,9 @@ void Collective::copy_in_place(FirstError& unreachable) {
     if (error) return;
     in_parts(c, written, 1, [&](size_t begin, size_t end, size_t) {
       if (peer_gave_up()) return;  // its memory may be something else by now
-      if (apart) unreachable.keep(write_peer(c, r, place.offset + offset + first + begin, from + first + begin, end - begin));
-      else move(into + offset + first + begin, from + first + begin, end - begin);
+      size_t at = first + begin;
+      if (apart) unreachable.keep(write_peer(c, r, place.offset + offset + at, from + at, end - begin));
+      else move(into + offset + at, from + at, end - begin);
     });
   };
   bool root = c.rank == op.root;
