@@ -12,6 +12,8 @@
 
 namespace coll {
 
+class FirstError;
+
 struct Collective {
   Op op;
   uint64_t base = 0;      // rounds of the communicator before this call
@@ -52,12 +54,17 @@ struct Collective {
   void move(void* to, const void* from, size_t nbytes) const;
   void finish_round();
 
+  bool worth_reading() const;
   uint8_t find_shared_arrays();
   void choose_path();
   bool is_apart(int rank, const SharedPlace& place) const;
   char* peer_array(int rank, bool receives);
+  size_t written_by(int sender, int receiver) const;
+  bool uses(int rank, int other) const;
+  bool writes(int rank, int other) const;
+  void reduce_in_place(FirstError& unreachable);
+  void copy_in_place(FirstError& unreachable);
   void work_in_place();
-  bool touches(int rank) const;
   bool peer_gave_up(std::vector<int>* who = nullptr) const;
   bool peers_done();
 

@@ -69,9 +69,16 @@ bool can_read_peers(ncclComm& c) {
 }
 
 bool is_readable(const void* memory, size_t nbytes) {
+  // Arrays come again, and asking takes 1 us: an answer holds for some calls.
+  constexpr int kHolds = 64;
+  static thread_local struct { const void* memory; size_t nbytes; int calls; } found_so[16];
+  auto& known = found_so[(reinterpret_cast<uintptr_t>(memory) >> 6 ^ reinterpret_cast<uintptr_t>(memory) >> 12) % 16];
+  if (known.memory == memory && known.nbytes == nbytes && known.calls-- > 0) return true;
   char found[2], *first = static_cast<char*>(const_cast<void*>(memory));
   struct iovec here = {found, 2}, there[2] = {{first, 1}, {first + nbytes - 1, 1}};
-  return process_vm_readv(getpid(), &here, 1, there, 2, 0) == 2;
+  if (process_vm_readv(getpid(), &here, 1, there, 2, 0) != 2) return false;
+  known = {memory, nbytes, kHolds};
+  return true;
 }
 
 namespace {
@@ -88,7 +95,7 @@ Error access_error(int rank, const char* what, size_t nbytes, int reason) {
 
 Error read_peer(const ncclComm& c, int rank, void* to, uint64_t address, size_t nbytes) {
   int pid = c.pids[static_cast<size_t>(rank)], reason = 0;
-  if (pid == getpid()) memcpy(to, reinterpret_cast<const void*>(address), nbytes);
+  if (pid == c.pids[static_cast<size_t>(c.rank)]) memcpy(to, reinterpret_cast<const void*>(address), nbytes);
   else reason = read_all(pid, to, address, nbytes);
   return access_error(rank, "read", nbytes, reason);
 }
@@ -96,7 +103,7 @@ Error read_peer(const ncclComm& c, int rank, void* to, uint64_t address, size_t 
 Error write_peer(const ncclComm& c, int rank, uint64_t address, const void* from, size_t nbytes) {
   size_t at = static_cast<size_t>(rank);
   int pid = c.pids[at], reason = 0;
-  if (pid == getpid()) memcpy(reinterpret_cast<void*>(address), from, nbytes);
+  if (pid == c.pids[static_cast<size_t>(c.rank)]) memcpy(reinterpret_cast<void*>(address), from, nbytes);
   else if (process_ended(pid, c.pidfds[at])) reason = ESRCH;  // another process may get the number
   else reason = copy_all(process_vm_writev, pid, const_cast<void*>(from), address, nbytes);
   return access_error(rank, "written", nbytes, reason);

@@ -25,7 +25,10 @@ enum Sharing : uint8_t {
   kEither = 2,    // they need not
   kReadable = 3,  // by process_vm_readv alone: memory.send.offset is the address in its process
   kSharingMask = 0x0f,
-  kReads = 0x10   // with one of these: this rank can read the others' so
+  // With one of these:
+  kReads = 0x10,   // this rank can read and write the others' so
+  kTakes = 0x20,   // who sends to this rank may write into its array: memory.recv
+  kInPlace = 0x40  // this rank is the root, and has its own part where it wants the result
 };
 
 enum RankState : uint32_t {

@@ -6,28 +6,37 @@ import ctypes
 import errno
 import os
 import platform
+import re
 import signal
 import struct
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from collectives.errors import CollectivesError
+from collectives.errors import CollectivesError, Mismatch
 from tests.ranks import Died, run_ranks
 
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE = _SETTING.read_text() if _SETTING.exists() else ""
 COUNT = 1 << 20  # floats of a rank: 8 MiB with two ranks, read by the kernel
 
 
 def until_killed(ctx, operation):
     comm = ctx.new_communicator(timeout=30.0)
     mine, whole = torch.full((COUNT,), float(ctx.rank)), torch.zeros(ctx.size * COUNT)
-
-    def call():
-        if operation == "all_gather":
-            comm.all_gather(whole, mine)
-        else:
-            comm.all_reduce(whole)
+    calls = {
+        "all_gather": lambda: comm.all_gather(whole, mine),
+        "all_reduce": lambda: comm.all_reduce(whole),
+        "reduce_scatter": lambda: comm.reduce_scatter(mine, whole),
+        "broadcast from it": lambda: comm.broadcast(mine, 1),
+        "broadcast to it": lambda: comm.broadcast(mine, 0),
+        "gather": lambda: comm.gather(whole if ctx.rank == 0 else None, mine, 0),
+        "scatter": lambda: comm.scatter(mine, whole if ctx.rank == 1 else None, 1),
+    }
+    call = calls[operation]
 
     call()
     if ctx.rank == 1:
@@ -39,7 +48,10 @@ def until_killed(ctx, operation):
     return type(caught.value).__name__, caught.value.peers
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
+DEATHS = ["all_gather", "all_reduce", "reduce_scatter", "broadcast from it", "broadcast to it", "gather", "scatter"]
+
+
+@pytest.mark.parametrize("operation", DEATHS)
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_dies_while_it_is_used(n, operation):
     env = [{"COLLECTIVES_SHARE_AFTER": "0"}] * n  # its memory stays its own
@@ -92,8 +104,10 @@ def may_not_write(ctx):
     comm = ctx.new_communicator()
     whole = torch.ones(COUNT)
     comm.all_reduce(whole)
+    mine = torch.full((COUNT,), float(ctx.rank))
+    comm.broadcast(mine, 1)
     comm.close()
-    return bool((whole == ctx.size).all())
+    return bool((whole == ctx.size).all() and (mine == 1).all())
 
 
 @pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
@@ -101,3 +115,170 @@ def may_not_write(ctx):
 def test_a_filter_that_allows_reading_alone(n):
     found = run_ranks(may_not_write, n, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": "0"}] * n)
     assert found in ([True] * n, ["no filters here"] * n)
+
+
+NOT_SHARED = {"COLLECTIVES_SHARE_AFTER": "0"}
+F32 = 7
+
+
+def given_up_while_written(ctx, count):
+    """Rank 0 receives a broadcast of which the root writes a half, runs out of time, and uses its array for
+    something else while the root, which was stopped in the middle, goes on."""
+    comm = ctx.new_comm()
+    x = np.full(count, 1 + ctx.rank, np.float32)
+    comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
+    x[:] = 1 + ctx.rank
+    ctx.barrier()
+    if ctx.rank:
+        try:
+            comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
+        except Exception as error:
+            outcome = type(error).__name__
+        else:
+            outcome = "success"
+        ctx.barrier()
+        return outcome
+    pids = ctx.pids
+
+    def stop():
+        while x[count // 2 + 4096] == 1:  # where rank 1 begins to write
+            pass
+        os.kill(pids[1], signal.SIGSTOP)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    comm.set_timeout(1.5)
+    try:
+        comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
+    except Exception as error:
+        outcome = type(error).__name__
+    else:
+        outcome = "success"
+    finally:
+        thread.join()
+        x[:] = 7
+        os.kill(pids[1], signal.SIGCONT)
+    ctx.barrier()
+    return outcome, int((x != 7).sum())
+
+
+def test_given_up_while_written():
+    (outcome, written), other = run_ranks(given_up_while_written, 2, 64 << 20, fresh=True, env=[NOT_SHARED] * 2)
+    assert outcome == "CollectiveTimeout" and other == "RemoteError", (outcome, other)
+    assert written <= 1 << 17, written  # the part of 512 KiB that it was in when it was stopped
+
+
+def aborted_while_written(ctx, shared):
+    """Once an aborted call has returned nobody writes to its array any more."""
+    comm = ctx.new_communicator(timeout=30.0)
+    array = comm.empty(4 * COUNT) if shared else torch.empty(4 * COUNT)
+    array.fill_(ctx.rank)
+    comm.broadcast(array, 1)
+    if ctx.rank == 0:
+        threading.Timer(0.2, comm.abort).start()
+    with pytest.raises(CollectivesError):
+        while True:
+            array[0] += 1  # what is written differs from what was there
+            comm.broadcast(array, 1)
+    array.fill_(-1)
+    ctx.barrier()
+    return bool((array == -1).all())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_aborted_while_written(n, shared):
+    for _ in range(3):
+        assert all(run_ranks(aborted_while_written, n, shared, fresh=True, env=[NOT_SHARED] * n))
+
+
+def of_other_calls(ctx):
+    """Ranks whose calls differ leave every array as it was, also those that a peer could write to."""
+    comm = ctx.new_communicator(timeout=30.0)
+    array = torch.full((COUNT,), float(ctx.rank))
+    whole = [array.repeat(ctx.size) if ctx.rank == root else None for root in (0, 1)]
+    for calls in (
+        [lambda: comm.broadcast(array, 0), lambda: comm.broadcast(array, 1)],
+        [lambda: comm.broadcast(array, 0), lambda: comm.broadcast(array[1:], 0)],
+        [lambda: comm.gather(whole[0], array, 0), lambda: comm.scatter(array, whole[1], 1)],
+    ):
+        with pytest.raises(Mismatch):
+            calls[min(ctx.rank, 1)]()
+        assert (array == ctx.rank).all()
+    comm.broadcast(array, 1)
+    assert (array == 1).all()
+    comm.close()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_calls_that_differ(n):
+    run_ranks(of_other_calls, n)
+
+
+def from_all_addresses(ctx):
+    """Pieces around the sizes from which peers read and write, at odd addresses, by every root."""
+    comm, wrong = ctx.new_communicator(), []
+    for nbytes in (65_535, 65_536, 65_537, 131_072 + 4095, 300_001):
+        for at in (0, 1, 63):
+            whole = torch.empty(ctx.size * nbytes + at, dtype=torch.uint8)[at:]
+            mine = torch.empty(nbytes + 7, dtype=torch.uint8)[7:]
+            want = [(torch.arange(nbytes) * (3 + r)).to(torch.uint8) for r in range(ctx.size)]
+            for root in range(ctx.size):
+                mine.copy_(want[ctx.rank])
+                comm.broadcast(mine, root)
+                wrong += [] if torch.equal(mine, want[root]) else [("broadcast", nbytes, at, root)]
+                mine.copy_(want[ctx.rank])
+                whole.zero_()
+                comm.gather(whole if ctx.rank == root else None, mine, root)
+                good = torch.equal(whole, torch.cat(want)) if ctx.rank == root else not whole.any()
+                wrong += [] if good else [("gather", nbytes, at, root)]
+                whole.copy_(torch.cat(want[root:] + want[:root]))
+                comm.scatter(mine, whole if ctx.rank == root else None, root)
+                good = torch.equal(mine, want[(root + ctx.rank) % ctx.size])
+                wrong += [] if good else [("scatter", nbytes, at, root)]
+    comm.close()
+    return wrong
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_pieces_and_addresses(n):
+    assert run_ranks(from_all_addresses, n, fresh=True, env=[NOT_SHARED] * n) == [[]] * n
+
+
+def huge_bytes(array):
+    """Bytes of huge pages in the mappings that hold an array."""
+    first, found, inside = array.data_ptr(), 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        border = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if border:
+            inside = int(border[1], 16) < first + array.nbytes and int(border[2], 16) > first
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def in_huge_pages(ctx):
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: in malloc's heap, which can't be shared
+    comm = ctx.new_communicator()
+    array = torch.arange(4 * COUNT, dtype=torch.float32)  # 16 MiB
+    other = torch.ones(4 * COUNT)  # behind it
+    block = (other.data_ptr() + (4 << 20)) >> 21 << 21
+    if libc.madvise(ctypes.c_void_p(block), ctypes.c_size_t(2 << 20), 25):  # MADV_COLLAPSE
+        return None
+    before = huge_bytes(array)
+    for _ in range(40):
+        comm.broadcast(array, 0)
+    same = torch.equal(array, torch.arange(4 * COUNT, dtype=torch.float32))
+    comm.close()
+    return same, huge_bytes(array) - before
+
+
+@pytest.mark.skipif("[never]" in _HUGE or not _HUGE, reason="no transparent huge pages here")
+@pytest.mark.parametrize("after", ["0", "3"])
+def test_huge_pages_by_use(after):
+    found = run_ranks(in_huge_pages, 2, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": after}] * 2)
+    if None in found:
+        pytest.skip("the system makes no huge page on demand")
+    for same, more in found:
+        assert same and (more >= 4 << 20 if after == "3" else more == 0), found

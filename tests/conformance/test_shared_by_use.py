@@ -132,6 +132,16 @@ def results(comm, make):
     keep("all_to_all", comm.all_to_all, full, gathered, n * COUNT)
     keep("broadcast", lambda _, inp: comm.broadcast(inp, n - 1), part, part, COUNT)
     keep("reduce", lambda _, inp: comm.reduce(inp, 0), part, part, COUNT)
+    root = n - 1
+    keep("gather", lambda out, inp: comm.gather(out if rank == root else None, inp, root), part, gathered,
+         n * COUNT if rank == root else 0)  # fmt: skip
+    keep("scatter", lambda out, inp: comm.scatter(out, inp if rank == root else None, root), full, result, COUNT)
+    for _ in range(USES + 2):
+        gathered.copy_(whole)
+        comm.gather(gathered if rank == root else None, gathered.view(n, COUNT)[rank], root)
+        found["gather in place"] = gathered.clone()
+        comm.scatter(gathered.view(n, COUNT)[rank], gathered if rank == root else None, root)
+    found["scatter in place"] = gathered.clone()
     return found
 
 

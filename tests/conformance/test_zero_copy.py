@@ -56,6 +56,12 @@ def operations(comm, count, make, dtype, seed):
         inp, out = given(count * n) if rank == root else None, make(count)
         comm.scatter(out, inp, root)
         keep(f"scatter from {root}", out, *([inp] if rank == root else []))
+        whole = given(count * n)
+        part = whole.view(n, count)[rank]
+        comm.gather(whole if rank == root else None, part, root)
+        keep(f"gather in place to {root}", whole)
+        comm.scatter(part, whole if rank == root else None, root)
+        keep(f"scatter in place from {root}", whole)
     inp, out = given(count * n), make(count)
     comm.reduce_scatter(out, inp)
     keep("reduce_scatter", out, inp)
