@@ -1,6 +1,6 @@
 #include "huge_pages.h"
 
-#include <errno.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,6 +43,9 @@ struct Block { uintptr_t address; int uses; };
 constexpr size_t kBlocks = 4096;  // of 8 GiB; others at the same place in the table begin again
 Block g_blocks[kBlocks];
 std::mutex g_lock;
+// A child must not inherit the lock while another thread of its parent holds it.
+[[maybe_unused]] const int g_fork_handlers =
+    pthread_atfork([] { g_lock.lock(); }, [] { g_lock.unlock(); }, [] { g_lock.unlock(); });
 
 // Whether all of a block has memory: a huge page takes as much as the pages that it replaces.
 bool is_resident(void* block) {
