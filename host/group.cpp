@@ -6,6 +6,7 @@
 #include "order.h"
 #include "progress.h"
 #include "queue.h"
+#include "short_path.h"
 #include "system.h"
 
 namespace coll {
@@ -246,6 +247,8 @@ ncclResult_t submit(const Op& op, cudaStream_t stream) {
     return ncclSuccess;
   }
   if (queue || op.kind == CollKind::Send || op.kind == CollKind::Recv) return launch({{op, queue}});
+  ncclResult_t code;
+  if (run_short(op, &code)) return code;
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> hold(order_lock());
