@@ -209,6 +209,8 @@ cdef class ArrayReader:
 cdef int op_code(object op) noexcept:
     """Return the code of a built-in reduction by its name, else -1."""
     cdef PyObject* found
+    if op is SUM:
+        return ncclSum
     if not PyUnicode_CheckExact(op):
         return -1
     found = PyDict_GetItem(OPS_BY_NAME, op)
@@ -216,6 +218,7 @@ cdef int op_code(object op) noexcept:
 
 
 cdef dict OPS_BY_NAME = OPS
+cdef str SUM = "sum"        # the same object as in a program's text
 
 
 cdef bint apart(const Span* one, const Span* other) noexcept:
@@ -233,6 +236,7 @@ cdef bint is_part(const Span* whole, const Span* part, int size, int index) noex
     return <char*> part.ptr == <char*> whole.ptr + index * part.nbytes or apart(whole, part)
 
 
+@cython.final
 cdef class ArrayCalls:
     """Fast path of a communicator's calls on arrays.
 
@@ -250,13 +254,19 @@ cdef class ArrayCalls:
     cdef dict groups
     cdef object current_device
     cdef int rank, size
+    cdef bint native_by_default
 
     def __init__(self, Comm comm not None, ArrayReader reader not None, dict groups not None, current_device=None):
         self.comm = comm
         self.reader = reader
         self.groups = groups
         self.current_device = current_device
+        self.native_by_default = True
         self.rank, self.size = comm.rank, comm.size
+
+    def set_native_by_default(self, bint native):
+        """Set whether a call that names no algorithm uses the library's. It does at first."""
+        self.native_by_default = native
 
     cdef bint stream_of(self, void* function, size_t* stream) noexcept:
         """Return whether a call can be made now, and find its stream.
@@ -296,7 +306,7 @@ cdef class ArrayCalls:
         value = PyLong_AsLongAndOverflow(number, &overflow)
         return <int> value if overflow == 0 and 0 <= value < self.size else -1
 
-    def all_reduce(self, array, op, out=None, /):
+    cpdef all_reduce(self, array, op, out=None):
         """Reduce an array over all ranks, in place or into ``out``. C: ``ncclAllReduce``."""
         cdef Span of, to
         cdef size_t stream
@@ -323,7 +333,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAllReduce", record)
         return True
 
-    def reduce(self, array, root, op, /):
+    cpdef reduce(self, array, root, op):
         """Reduce an array over all ranks, in place on ``root``. C: ``ncclReduce``."""
         cdef Span span
         cdef size_t stream
@@ -344,7 +354,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclReduce", record)
         return True
 
-    def reduce_scatter(self, out, inp, op, /):
+    cpdef reduce_scatter(self, out, inp, op):
         """Reduce ``inp`` over all ranks, part r into rank r's ``out``. C: ``ncclReduceScatter``."""
         cdef Span to, of
         cdef size_t stream
@@ -365,7 +375,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclReduceScatter", record)
         return True
 
-    def all_gather(self, out, inp, /):
+    cpdef all_gather(self, out, inp):
         """Gather every rank's ``inp`` into ``out``, in rank order. C: ``ncclAllGather``."""
         cdef Span to, of
         cdef size_t stream
@@ -385,7 +395,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAllGather", record)
         return True
 
-    def broadcast(self, array, root, /):
+    cpdef broadcast(self, array, root):
         """Send ``root``'s array to all ranks, in place. C: ``ncclBroadcast``."""
         cdef Span span
         cdef size_t stream
@@ -405,7 +415,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclBroadcast", record)
         return True
 
-    def all_to_all(self, out, inp, /):
+    cpdef all_to_all(self, out, inp):
         """Send equal part r of ``inp`` to rank r. C: ``ncclAlltoAll``."""
         cdef Span to, of
         cdef size_t stream
@@ -427,11 +437,11 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAlltoAll", record)
         return True
 
-    def gather(self, out, inp, root, /):
+    cpdef gather(self, out, inp, root):
         """Gather every rank's ``inp`` into ``root``'s ``out``, in rank order. C: ``ncclGather``."""
         return self.between_all_and_root(inp, out, root, True)
 
-    def scatter(self, out, inp, root, /):
+    cpdef scatter(self, out, inp, root):
         """Send part r of ``root``'s ``inp`` to rank r's ``out``. C: ``ncclScatter``."""
         return self.between_all_and_root(out, inp, root, False)
 
@@ -468,7 +478,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, name, record)
         return True
 
-    def send(self, array, peer, /):
+    cpdef send(self, array, peer):
         """Send an array to another rank. C: ``ncclSend``."""
         cdef Span span
         cdef size_t stream
@@ -488,7 +498,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclSend", record)
         return True
 
-    def recv(self, array, peer, /):
+    cpdef recv(self, array, peer):
         """Receive an array from another rank. C: ``ncclRecv``."""
         cdef Span span
         cdef size_t stream
