@@ -44,7 +44,9 @@ uint64_t call_key(const CallRecord& call) {
   uint64_t small = static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.datatype) << 8 |
                    static_cast<uint64_t>(call.op + 1) << 16 | static_cast<uint64_t>(call.wire + 1) << 24 |
                    static_cast<uint64_t>(call.root + 1) << 32;
-  return mixed(mixed(mixed(mixed(call.seq) + call.count) + small) + label + call.step * 0x9e3779b97f4a7c15ull);
+  // Calls that differ in one word alone differ in the key: each step is a bijection.
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull;
+  return mixed(mixed(call.seq * kOdd + small) + call.count) + label + call.step * kOdd;
 }
 
 }  // namespace
