@@ -76,7 +76,8 @@ void Collective::begin() {
 // What this rank called, for the peers to compare. Before the post of the first round.
 void Collective::publish_call() {
   int parity = static_cast<int>(op.seq & 1);
-  CallRecord call{};
+  RankBlock* me = comm().me();
+  CallRecord& call = me->call[parity];  // its padding stays 0
   call.seq = op.seq;
   call.count = op.count;
   call.step = op.step;
@@ -85,10 +86,10 @@ void Collective::publish_call() {
   call.wire = op.wire;
   call.op = reduces(op.kind) ? (op.reduction.premul ? ncclNumOps : op.reduction.op) : -1;
   call.root = rooted(op.kind) ? op.root : -1;
+  memset(call.op_label, 0, sizeof call.op_label);
+  memset(call.type_label, 0, sizeof call.type_label);
   if (op.op_label) snprintf(call.op_label, sizeof call.op_label, "%s", op.op_label);
   if (op.type_label) snprintf(call.type_label, sizeof call.type_label, "%s", op.type_label);
-  RankBlock* me = comm().me();
-  me->call[parity] = call;
   me->call_key[parity] = call_key(call);
   me->scalar[parity] = op.reduction.scalar;
 }
