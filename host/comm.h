@@ -4,7 +4,8 @@
 // ops of a group (or the one op) into a Batch and gives it its place in the order of each
 // communicator that it uses (order.h); the batch runs in the calling thread (NULL stream) or in a
 // queue's (queue.h); progress.cpp moves its collectives (collective.h) and transfers (transfer.h)
-// forward, none of which ever blocks, until all are done.
+// forward, none of which ever blocks, until all are done. A small blocking collective has a path of
+// its own between the first step and the last one: short_path.h.
 #pragma once
 
 #include <stdint.h>

@@ -1,8 +1,8 @@
 """Communicator: the collectives of a set of ranks on torch, NumPy and CuPy arrays.
 
 All arguments are checked before anything is sent. An operation has two paths: the short one in C,
-of blocking calls on plain arrays (`_nccl.ArrayCalls`), and the full one in `operations`, which
-takes what the short one refuses. `arguments` has the checks, `opening` and `closing` the begin and
+of blocking calls on plain arrays (`_nccl.ArrayCalls`), which `with_short_path` puts before a
+method, and the full one in `operations`, which takes what the short one refuses. `arguments` has the checks, `opening` and `closing` the begin and
 the end of a communicator.
 """
 
