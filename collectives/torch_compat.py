@@ -214,7 +214,6 @@ def find_negative_bit() -> tuple[int, int, int] | None:
     return in_object, in_impl, mask
 
 
-
 def _find_word(addresses: list[int], values: list[int], begin: int, end: int) -> int | None:
     """Return the one offset at which the objects at these addresses hold these 64-bit values."""
     places = [

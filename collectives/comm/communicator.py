@@ -2,8 +2,8 @@
 
 All arguments are checked before anything is sent. An operation has two paths: the short one in C,
 of blocking calls on plain arrays (`_nccl.ArrayCalls`), which `with_short_path` puts before a
-method, and the full one in `operations`, which takes what the short one refuses. `arguments` has the checks, `opening` and `closing` the begin and
-the end of a communicator.
+method, and the full one in `operations`, which takes what the short one refuses. `arguments` has
+the checks, `opening` and `closing` the begin and the end of a communicator.
 """
 
 from __future__ import annotations

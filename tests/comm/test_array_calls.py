@@ -340,11 +340,9 @@ def test_a_bit_that_is_not_found_is_asked_for(monkeypatch):
     from collectives import torch_compat
 
     assert torch_compat.find_negative_bit() == arrays._NEGATIVE_BIT
-    monkeypatch.setattr(torch_compat, "_TENSOR_IMPL_BYTES", 64)  # as where the keys stood behind all that is searched
+    monkeypatch.setattr(torch_compat, "_TENSOR_IMPL_BYTES", 64)  # as if the keys were behind that
     assert torch_compat.find_negative_bit() is None
-    assert _nccl.ArrayReader(1, 0, exchange=arrays._EXCHANGE, tensors=(torch.Tensor,), is_lazy=torch.Tensor.is_neg).read(
-        torch._neg_view(torch.ones(3))
-    ) is None
+    assert reader_with(arrays._EXCHANGE).read(torch._neg_view(torch.ones(3))) is None
 
 
 # ---- The calls.
