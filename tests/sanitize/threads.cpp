@@ -3,6 +3,7 @@
 // Every scenario runs on some number of ranks, checks what it computes, and ends the program with a message and status 1
 // when something is wrong. Linked with all of host/ and kernels/host/ (baseline), built with the sanitizer as a whole.
 #include "ranks.h"
+#include "small_calls.h"
 
 #include <stddef.h>
 #include <stdio.h>
@@ -184,34 +185,6 @@ void many_threads(Rank& me) {
     });
   }
   for (std::thread& t : threads) t.join();
-}
-
-// ---- Several threads of each rank make small calls, one of them through a queue, while another one ends them all.
-void small_calls_ended(Rank& me) {
-  std::atomic<int> done{0};
-  std::vector<std::thread> threads;
-  collHostQueue_t queue;
-  OK(collHostQueueCreate(&queue));
-  for (int t = 0; t < 3; ++t) {
-    threads.emplace_back([&, t] {
-      float x[16] = {};
-      ncclResult_t code = ncclSuccess;
-      for (int64_t i = 1; code == ncclSuccess; ++i, ++done) {
-        code = ncclAllReduce(x, x, 16, ncclFloat32, ncclMax, me.comm, t == 0 ? reinterpret_cast<cudaStream_t>(queue) : nullptr);
-        uint64_t ticket;
-        if (t == 0 && code == ncclSuccess) {
-          OK(collHostQueueRecord(queue, &ticket));
-          code = collHostQueueWait(queue, ticket, -1);
-        }
-      }
-    });
-  }
-  while (done < 60) usleep(1000);
-  me.barrier->wait();
-  if (me.rank == 0) OK(ncclCommRevoke(me.comm, NCCL_REVOKE_DEFAULT));
-  for (std::thread& t : threads) t.join();
-  OK(collHostQueueDestroy(queue));
-  OK(ncclCommAbort(me.comm));
 }
 
 // ---- Splits by color, from a part of a part, with ranks that take no part; shrink.
