@@ -11,6 +11,7 @@ import re
 import struct
 import sys
 from collections import namedtuple
+from functools import update_wrapper
 from math import copysign, frexp, isinf, isnan, ldexp
 from operator import index
 from os import fsdecode, fsencode
@@ -83,6 +84,7 @@ __all__ = [
     "format_version",
     "pool_holds",
     "use_in_pools",
+    "with_short_path",
 ]
 
 DTYPES = {
@@ -627,6 +629,7 @@ include "_nccl_flight.pxi"
 include "_nccl_one_rank.pxi"
 include "_nccl_comm.pxi"
 include "_nccl_arrays.pxi"
+include "_nccl_methods.pxi"
 include "_nccl_pool.pxi"
 include "_nccl_queue.pxi"
 include "_nccl_steps.pxi"

@@ -92,7 +92,10 @@ cdef class ArrayReader:
 
     ``tensors``: the exact types of tensors that are read, and ``exchange`` their capsule
     ``__dlpack_c_exchange_api__`` (None: tensors aren't read); ``is_lazy``: a function that returns
-    whether the memory of a tensor holds other values than the tensor. ``buffer``: an exact type
+    whether the memory of a tensor holds other values than the tensor; ``lazy_bit``: where that is a
+    bit of a tensor's memory, the offset of its C++ object's address in the Python object, the offset
+    of a 64-bit word in the C++ object, and the bit as a mask; then it is read in place of the call,
+    which takes a tenth of a microsecond. None: it isn't known. ``buffer``: an exact type
     that is read by the buffer protocol, on the CPU alone. ``device_type`` and ``device_id`` as in
     DLPack: 1 is the CPU, 2 is CUDA.
     """
@@ -102,8 +105,11 @@ cdef class ArrayReader:
     cdef object is_lazy
     cdef object buffer
     cdef int device_type, device_id
+    cdef size_t in_object, in_impl      # offsets of the lazy bit
+    cdef uint64_t lazy_mask             # 0: is_lazy is called
 
-    def __init__(self, int device_type, int device_id, *, exchange=None, tuple tensors=(), is_lazy=None, buffer=None):
+    def __init__(self, int device_type, int device_id, *, exchange=None, tuple tensors=(), is_lazy=None, lazy_bit=None,
+                 buffer=None):
         cdef const collDLExchange_t* table = NULL
         if exchange is not None:
             if not 1 <= len(tensors) <= 2 or is_lazy is None:
@@ -117,6 +123,7 @@ cdef class ArrayReader:
         self.tensor, self.parameter = (tensors[0], tensors[-1]) if table is not NULL else (None, None)
         self.table = table
         self.is_lazy = is_lazy
+        self.in_object, self.in_impl, self.lazy_mask = lazy_bit or (0, 0, 0)
         self.buffer = buffer if device_type == collDLCPU else None
         self.device_type, self.device_id = device_type, device_id
 
@@ -158,7 +165,6 @@ cdef class ArrayReader:
 
     cdef bint fill_from_tensor(self, object array, Span* span) noexcept:
         cdef collDLTensor_t tensor
-        cdef PyObject* lazy
         cdef int64_t count = 1
         cdef bint packed = True
         cdef int i
@@ -178,19 +184,26 @@ cdef class ArrayReader:
             count *= tensor.shape[i]
         if count != 0 and (not packed or tensor.data is NULL):
             return False
-        # The exchange has the bare memory of x.conj().imag, for instance, which holds the
-        # negatives.
-        lazy = PyObject_CallOneArg(<PyObject*> self.is_lazy, <PyObject*> array)
-        if lazy is NULL:
-            PyErr_Clear()
-            return False
-        Py_DECREF(<object> lazy)        # True and False outlive it
-        if lazy != Py_False:
+        if self.holds_other_values(array):
             return False
         span.ptr = <char*> tensor.data + tensor.byte_offset
         span.count = <size_t> count
         span.nbytes = span.count * (tensor.bits // 8)
         return True
+
+    cdef inline bint holds_other_values(self, object tensor) noexcept:
+        """Return whether the memory isn't the tensor's values, as x.conj().imag's, which holds the negatives."""
+        cdef PyObject* lazy
+        cdef char* impl
+        if self.lazy_mask != 0:
+            impl = (<char**> (<char*> <PyObject*> tensor + self.in_object))[0]
+            return ((<uint64_t*> (impl + self.in_impl))[0] & self.lazy_mask) != 0
+        lazy = PyObject_CallOneArg(<PyObject*> self.is_lazy, <PyObject*> tensor)
+        if lazy is NULL:
+            PyErr_Clear()
+            return True
+        Py_DECREF(<object> lazy)        # True and False outlive it
+        return lazy != Py_False
 
     cdef bint fill_from_buffer(self, object array, bint writes, Span* span) noexcept:
         cdef Py_buffer view
@@ -209,6 +222,8 @@ cdef class ArrayReader:
 cdef int op_code(object op) noexcept:
     """Return the code of a built-in reduction by its name, else -1."""
     cdef PyObject* found
+    if op is SUM:
+        return ncclSum
     if not PyUnicode_CheckExact(op):
         return -1
     found = PyDict_GetItem(OPS_BY_NAME, op)
@@ -216,6 +231,7 @@ cdef int op_code(object op) noexcept:
 
 
 cdef dict OPS_BY_NAME = OPS
+cdef str SUM = "sum"        # the same object as in a program's text
 
 
 cdef bint apart(const Span* one, const Span* other) noexcept:
@@ -233,6 +249,7 @@ cdef bint is_part(const Span* whole, const Span* part, int size, int index) noex
     return <char*> part.ptr == <char*> whole.ptr + index * part.nbytes or apart(whole, part)
 
 
+@cython.final
 cdef class ArrayCalls:
     """Fast path of a communicator's calls on arrays.
 
@@ -250,13 +267,19 @@ cdef class ArrayCalls:
     cdef dict groups
     cdef object current_device
     cdef int rank, size
+    cdef bint native_by_default
 
     def __init__(self, Comm comm not None, ArrayReader reader not None, dict groups not None, current_device=None):
         self.comm = comm
         self.reader = reader
         self.groups = groups
         self.current_device = current_device
+        self.native_by_default = True
         self.rank, self.size = comm.rank, comm.size
+
+    def set_native_by_default(self, bint native):
+        """Set whether a call that names no algorithm uses the library's. It does at first."""
+        self.native_by_default = native
 
     cdef bint stream_of(self, void* function, size_t* stream) noexcept:
         """Return whether a call can be made now, and find its stream.
@@ -296,7 +319,7 @@ cdef class ArrayCalls:
         value = PyLong_AsLongAndOverflow(number, &overflow)
         return <int> value if overflow == 0 and 0 <= value < self.size else -1
 
-    def all_reduce(self, array, op, out=None, /):
+    cpdef all_reduce(self, array, op, out=None):
         """Reduce an array over all ranks, in place or into ``out``. C: ``ncclAllReduce``."""
         cdef Span of, to
         cdef size_t stream
@@ -323,7 +346,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAllReduce", record)
         return True
 
-    def reduce(self, array, root, op, /):
+    cpdef reduce(self, array, root, op):
         """Reduce an array over all ranks, in place on ``root``. C: ``ncclReduce``."""
         cdef Span span
         cdef size_t stream
@@ -344,7 +367,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclReduce", record)
         return True
 
-    def reduce_scatter(self, out, inp, op, /):
+    cpdef reduce_scatter(self, out, inp, op):
         """Reduce ``inp`` over all ranks, part r into rank r's ``out``. C: ``ncclReduceScatter``."""
         cdef Span to, of
         cdef size_t stream
@@ -365,7 +388,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclReduceScatter", record)
         return True
 
-    def all_gather(self, out, inp, /):
+    cpdef all_gather(self, out, inp):
         """Gather every rank's ``inp`` into ``out``, in rank order. C: ``ncclAllGather``."""
         cdef Span to, of
         cdef size_t stream
@@ -385,7 +408,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAllGather", record)
         return True
 
-    def broadcast(self, array, root, /):
+    cpdef broadcast(self, array, root):
         """Send ``root``'s array to all ranks, in place. C: ``ncclBroadcast``."""
         cdef Span span
         cdef size_t stream
@@ -405,7 +428,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclBroadcast", record)
         return True
 
-    def all_to_all(self, out, inp, /):
+    cpdef all_to_all(self, out, inp):
         """Send equal part r of ``inp`` to rank r. C: ``ncclAlltoAll``."""
         cdef Span to, of
         cdef size_t stream
@@ -427,11 +450,11 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclAlltoAll", record)
         return True
 
-    def gather(self, out, inp, root, /):
+    cpdef gather(self, out, inp, root):
         """Gather every rank's ``inp`` into ``root``'s ``out``, in rank order. C: ``ncclGather``."""
         return self.between_all_and_root(inp, out, root, True)
 
-    def scatter(self, out, inp, root, /):
+    cpdef scatter(self, out, inp, root):
         """Send part r of ``root``'s ``inp`` to rank r's ``out``. C: ``ncclScatter``."""
         return self.between_all_and_root(out, inp, root, False)
 
@@ -468,7 +491,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, name, record)
         return True
 
-    def send(self, array, peer, /):
+    cpdef send(self, array, peer):
         """Send an array to another rank. C: ``ncclSend``."""
         cdef Span span
         cdef size_t stream
@@ -488,7 +511,7 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, "ncclSend", record)
         return True
 
-    def recv(self, array, peer, /):
+    cpdef recv(self, array, peer):
         """Receive an array from another rank. C: ``ncclRecv``."""
         cdef Span span
         cdef size_t stream

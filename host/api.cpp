@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <set>
+#include <utility>
 
 #include "coll/ops.h"
 #include "comm.h"
@@ -61,9 +62,13 @@ uint64_t scalar_bits(const void* scalar, ncclDataType_t type) {
 
 namespace {
 
-thread_local const char* t_op_label = nullptr;
-thread_local const char* t_type_label = nullptr;
-thread_local collFlightRecord_t* t_flight = nullptr;
+// What is set for a thread's next call.
+struct NextCall {
+  const char* op_label = nullptr;
+  const char* type_label = nullptr;
+  collFlightRecord_t* flight = nullptr;
+};
+thread_local NextCall t_next;
 
 const char* interned(const char* text) {
   if (!text || !*text) return nullptr;
@@ -86,12 +91,8 @@ bool floating(ncclDataType_t t) { return t == ncclFloat16 || t == ncclFloat32 ||
 ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                   ncclComm_t comm, cudaStream_t stream, const Wire* wire = nullptr, const Share* share = nullptr) noexcept {
   const char* name = kind_name(kind);
-  const char* op_label = t_op_label;
-  const char* type_label = t_type_label;
-  t_op_label = t_type_label = nullptr;
-  collFlightRecord_t* flight = t_flight;
-  t_flight = nullptr;
-  if (op_label) name = op_label;
+  const NextCall set = std::exchange(t_next, NextCall());
+  if (set.op_label) name = set.op_label;
   return guarded(name, [&] {
     ncclComm* c = checked(comm, name);
     if (!c) return refuse(last_error().code);
@@ -117,15 +118,16 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.root = root;
     o.comm = c;
     o.step = c->step.load(std::memory_order_relaxed);
-    o.op_label = op_label;
-    o.type_label = type_label;
-    o.flight = flight;
-    o.flight_number = flight ? flight->number : 0;
+    o.op_label = set.op_label;
+    o.type_label = set.type_label;
+    o.flight = set.flight;
+    o.flight_number = set.flight ? set.flight->number : 0;
     if (root < 0 || root >= c->size)
       return wrong(format("%s is %d, must be 0 to %d", kind == CollKind::Send || kind == CollKind::Recv ? "peer" : "root", root,
                           c->size - 1));
-    size_t limit = SIZE_MAX / 2 / type_size(type) / static_cast<size_t>(c->size);
-    if (count > limit) return wrong(format("count is %zu, more than an address space holds", count));
+    constexpr size_t kNeverTooMuch = SIZE_MAX / 2 / 8 / kMaxRanks;  // spares a small call two divisions
+    if (count > kNeverTooMuch && count > SIZE_MAX / 2 / type_size(type) / static_cast<size_t>(c->size))
+      return wrong(format("count is %zu, more than an address space holds", count));
 
     bool is_root = c->rank == root;
     bool gives = kind != CollKind::Recv && (!(kind == CollKind::Broadcast || kind == CollKind::Scatter) || is_root);
@@ -292,14 +294,14 @@ ncclResult_t ncclGroupEnd(void) {
   return guarded("ncclGroupEnd", [&] { return group_end("ncclGroupEnd"); });
 }
 ncclResult_t collHostFlightRecord(collFlightRecord_t* record) {
-  t_flight = record;
+  t_next.flight = record;
   return ncclSuccess;
 }
 
 ncclResult_t collHostLabel(const char* op, const char* datatype) {
   return guarded("collHostLabel", [&] {
-    t_op_label = interned(op);
-    t_type_label = interned(datatype);
+    t_next.op_label = interned(op);
+    t_next.type_label = interned(datatype);
     return ncclSuccess;
   });
 }

@@ -16,8 +16,6 @@
 namespace coll {
 namespace {
 
-// Less than that is as quick through a slot, which takes one wait in the place of two.
-constexpr size_t kLeastShared = 8 << 10;
 // From which to which size the kernel's reading is quicker than staging: it pins pages and writes
 // into the caches. A piece is what one rank sends to another.
 struct Range {
@@ -79,7 +77,7 @@ uint8_t Collective::find_shared_arrays() {
   bool aligned = reinterpret_cast<uintptr_t>(op.send) % esize == 0;
   if (op.wire >= 0) return kStaged;
   if (c.size == 1) return aligned ? kShared : kStaged;
-  if (op.bytes() < kLeastShared || c.segment->header()->apart.load(std::memory_order_relaxed)) return kStaged;
+  if (op.bytes() <= kMostStaged || c.segment->header()->apart.load(std::memory_order_relaxed)) return kStaged;
   bool root = c.rank == op.root, sends = true, receives = false;
   size_t n = static_cast<size_t>(c.size), given = op.bytes(), taken = op.bytes();
   switch (op.kind) {

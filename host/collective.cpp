@@ -30,25 +30,6 @@
 namespace coll {
 namespace {
 
-// Below this many bytes in all slots, every rank reduces everything itself and saves a phase.
-constexpr size_t kOnePhaseBytes = 128 << 10;
-
-bool reduces(CollKind kind) {
-  return kind == CollKind::AllReduce || kind == CollKind::ReduceScatter || kind == CollKind::Reduce;
-}
-
-bool rooted(CollKind kind) {
-  return kind == CollKind::Broadcast || kind == CollKind::Reduce || kind == CollKind::Gather || kind == CollKind::Scatter;
-}
-
-// A slice for every rank in one slot, instead of one slice.
-bool sliced(CollKind kind) {
-  return kind == CollKind::ReduceScatter || kind == CollKind::AllToAll || kind == CollKind::Scatter;
-}
-
-// Every rank waits for the posts of all in every round.
-bool in_lockstep(CollKind kind) { return !rooted(kind); }
-
 // What was called, as one number. The labels are few and interned; their text counts, not their
 // address.
 uint64_t call_key(const CallRecord& call) {
@@ -63,7 +44,9 @@ uint64_t call_key(const CallRecord& call) {
   uint64_t small = static_cast<uint64_t>(call.kind) | static_cast<uint64_t>(call.datatype) << 8 |
                    static_cast<uint64_t>(call.op + 1) << 16 | static_cast<uint64_t>(call.wire + 1) << 24 |
                    static_cast<uint64_t>(call.root + 1) << 32;
-  return mixed(mixed(mixed(mixed(call.seq) + call.count) + small) + label + call.step * 0x9e3779b97f4a7c15ull);
+  // Calls that differ in one word alone differ in the key: each step is a bijection.
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull;
+  return mixed(mixed(call.seq * kOdd + small) + call.count) + label + call.step * kOdd;
 }
 
 }  // namespace
@@ -76,7 +59,7 @@ void Collective::begin() {
   size_t esize = type_size(op.slot_type());
   size_t chunk = c.segment->header()->chunk_bytes;
   size_t n = static_cast<size_t>(c.size);
-  stride = sliced(op.kind) ? chunk / n / kLine * kLine : chunk;
+  stride = slot_stride(op.kind, chunk, n);
   per_round = stride / esize;
   bool fans = op.kind == CollKind::AllToAll || op.kind == CollKind::AllGather || op.kind == CollKind::Gather;
   past_caches = coll::past_caches(op.bytes() * (fans ? n : 1));
@@ -84,8 +67,17 @@ void Collective::begin() {
   two_phase = op.kind == CollKind::AllReduce && op.wire < 0 && c.size > 2 && op.bytes() * n > kOnePhaseBytes;
   if (op.reduction.scalar_at) op.reduction.scalar = scalar_bits(op.reduction.scalar_at, op.type);
 
+  publish_call();
+  uint8_t& sharing = c.me()->sharing[op.seq & 1];
+  sharing = find_shared_arrays();
+  in_place = sharing != kStaged;
+}
+
+// What this rank called, for the peers to compare. Before the post of the first round.
+void Collective::publish_call() {
   int parity = static_cast<int>(op.seq & 1);
-  CallRecord call{};
+  RankBlock* me = comm().me();
+  CallRecord& call = me->call[parity];  // its padding stays 0
   call.seq = op.seq;
   call.count = op.count;
   call.step = op.step;
@@ -94,14 +86,12 @@ void Collective::begin() {
   call.wire = op.wire;
   call.op = reduces(op.kind) ? (op.reduction.premul ? ncclNumOps : op.reduction.op) : -1;
   call.root = rooted(op.kind) ? op.root : -1;
+  memset(call.op_label, 0, sizeof call.op_label);
+  memset(call.type_label, 0, sizeof call.type_label);
   if (op.op_label) snprintf(call.op_label, sizeof call.op_label, "%s", op.op_label);
   if (op.type_label) snprintf(call.type_label, sizeof call.type_label, "%s", op.type_label);
-  RankBlock* me = c.me();
-  me->call[parity] = call;
   me->call_key[parity] = call_key(call);
   me->scalar[parity] = op.reduction.scalar;
-  me->sharing[parity] = find_shared_arrays();
-  in_place = me->sharing[parity] != kStaged;
 }
 
 size_t Collective::elements(uint64_t round) const {
@@ -123,7 +113,7 @@ void Collective::move(void* to, const void* from, size_t nbytes) const {
   else memmove(to, from, nbytes);
 }
 
-void Collective::post(uint64_t round) {
+void Collective::fill_slot(uint64_t round) {
   ncclComm& c = comm();
   size_t esize = type_size(op.slot_type()), offset = round * per_round * esize, nbytes = elements(round) * esize;
   bool gives = !(op.kind == CollKind::Broadcast || op.kind == CollKind::Scatter) || c.rank == op.root;
@@ -147,6 +137,11 @@ void Collective::post(uint64_t round) {
       memcpy(slot, from, nbytes);
     }
   }
+}
+
+void Collective::post(uint64_t round) {
+  ncclComm& c = comm();
+  fill_slot(round);
   c.me()->posted.store(base + round + 1, std::memory_order_release);
   c.wake_sleepers();
 }
@@ -190,14 +185,18 @@ bool Collective::sources_ready(uint64_t round) {
   return false;
 }
 
-void Collective::check_calls() {
+bool Collective::same_calls() const {
   ncclComm& c = comm();
   int parity = static_cast<int>(op.seq & 1);
-  checked = true;
   uint64_t mine = c.me()->call_key[parity];
   bool same = true;
   for (int r = 0; r < c.size; ++r) same = same && c.segment->rank(r)->call_key[parity] == mine;
-  if (same) choose_path();
+  return same;
+}
+
+void Collective::check_calls() {
+  checked = true;
+  if (same_calls()) choose_path();
   else describe_mismatch();
 }
 
@@ -399,6 +398,12 @@ bool Collective::advance() {
 
 // Nothing of this round is read any more, here.
 void Collective::finish_round() {
+  count_round();
+  // In lockstep nobody waits for this: the next post says it, too.
+  if (!in_lockstep(op.kind)) comm().wake_sleepers();
+}
+
+void Collective::count_round() {
   ncclComm& c = comm();
   ++consumed;
   if (consumed == rounds) {
@@ -410,8 +415,6 @@ void Collective::finish_round() {
   }
   if (!two_phase) c.me()->reduced.store(base + consumed, std::memory_order_relaxed);
   c.me()->consumed.store(base + consumed, std::memory_order_release);
-  // In lockstep nobody waits for this: the next post says it, too.
-  if (!in_lockstep(op.kind)) c.wake_sleepers();
 }
 
 }  // namespace coll

@@ -34,13 +34,24 @@ struct Collective {
   void begin();
   bool advance();  // true: something moved
 
+  // The parts of a call that one round does, with nothing shared: short_path.cpp.
+  //
+  // Whether this call is one; it depends on this rank's arrays, too, and the others may go the full
+  // path.
+  bool is_short() const;
+  bool post_short();    // false: nothing was begun
+  bool finish_short();  // false: a peer isn't there yet, or called something else; advance() does the rest
+
  private:
   ncclComm& comm() const { return *op.comm; }
   size_t elements(uint64_t round) const;
+  void publish_call();
+  void fill_slot(uint64_t round);
   void post(uint64_t round);
   bool all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t value);
   bool slot_free(uint64_t absolute);
   bool sources_ready(uint64_t round);
+  bool same_calls() const;
   void check_calls();
   void describe_mismatch();
   void reduce_slice(uint64_t round);
@@ -53,6 +64,7 @@ struct Collective {
   void reduce_all(char* out, size_t own_offset, size_t count, uint64_t round);
   void move(void* to, const void* from, size_t nbytes) const;
   void finish_round();
+  void count_round();
 
   bool worth_reading() const;
   uint8_t find_shared_arrays();
@@ -72,5 +84,33 @@ struct Collective {
   void publish_stop();
 };
 size_t slice_begin(size_t count, size_t esize, int size, int r);
+
+// Below this many bytes in all slots, every rank of an all-reduce reduces everything itself and saves
+// a phase.
+constexpr size_t kOnePhaseBytes = 128 << 10;
+// Up to this many bytes a rank's memory is never used in place: it is as quick through a slot, which
+// takes one wait in the place of two.
+constexpr size_t kMostStaged = 8 << 10;
+
+inline bool reduces(CollKind kind) {
+  return kind == CollKind::AllReduce || kind == CollKind::ReduceScatter || kind == CollKind::Reduce;
+}
+
+inline bool rooted(CollKind kind) {
+  return kind == CollKind::Broadcast || kind == CollKind::Reduce || kind == CollKind::Gather || kind == CollKind::Scatter;
+}
+
+// A slice for every rank in one slot, instead of one slice.
+inline bool sliced(CollKind kind) {
+  return kind == CollKind::ReduceScatter || kind == CollKind::AllToAll || kind == CollKind::Scatter;
+}
+
+// Every rank waits for the posts of all in every round.
+inline bool in_lockstep(CollKind kind) { return !rooted(kind); }
+
+// Bytes between the slices of a slot.
+inline size_t slot_stride(CollKind kind, size_t chunk, size_t size) {
+  return sliced(kind) ? chunk / size / kLine * kLine : chunk;
+}
 
 }  // namespace coll

@@ -4,7 +4,8 @@
 // ops of a group (or the one op) into a Batch and gives it its place in the order of each
 // communicator that it uses (order.h); the batch runs in the calling thread (NULL stream) or in a
 // queue's (queue.h); progress.cpp moves its collectives (collective.h) and transfers (transfer.h)
-// forward, none of which ever blocks, until all are done.
+// forward, none of which ever blocks, until all are done. A small blocking collective has a path of
+// its own between the first step and the last one: short_path.h.
 #pragma once
 
 #include <stdint.h>
@@ -52,11 +53,12 @@ struct ncclComm {
 
   // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(),
   // and runs when all before it have ended. So operations take effect in call order, across queues,
-  // threads and the NULL stream.
-  uint64_t next_ticket = 0;               // under order_lock()
+  // threads and the NULL stream. A short call (short_path.h) takes no ticket: it runs only where all
+  // tickets are served, and the next ticket's batch waits until it has ended.
+  std::atomic<uint64_t> order{0};         // next ticket, waiting threads, and the short call's bit: order.h
   std::mutex turn_lock;                   // guards turn and active
   coll::Condition turn_changed;
-  uint64_t turn = 0;
+  std::atomic<uint64_t> turn{0};          // written under turn_lock
   std::set<uint64_t> abandoned;            // tickets whose owners stopped waiting; their turn is passed on at once
   bool active = false;                    // an operation is running, and may touch the caller's memory
   // Users: the handle, and every ticket that is not yet served. The last one frees the
@@ -70,7 +72,8 @@ struct ncclComm {
   uint64_t executed = 0;    // collectives begun so far
   std::map<int, bool> claimed;  // channels whose pages are there
 
-  std::atomic<uint64_t> sequence{0};      // collectives called
+  std::atomic<uint64_t> sequence{0};      // collectives called, but for
+  std::atomic<uint64_t> short_calls{0};   // those by the short path; written by the call that runs
   std::atomic<int64_t> timeout_ns{0};
   std::atomic<uint64_t> step{0};          // of the program, by collHostCommSetStep
   std::atomic<bool> abort_flag{false}, revoke_flag{false};

@@ -6,6 +6,7 @@
 #include "order.h"
 #include "progress.h"
 #include "queue.h"
+#include "short_path.h"
 #include "system.h"
 
 namespace coll {
@@ -21,12 +22,12 @@ struct Deferred {
   Job job;
 };
 struct Group {
-  int depth = 0;
   std::vector<Submitted> ops;
   std::vector<Deferred> jobs;
   Error refused;
 };
 thread_local Group t_group;
+thread_local int t_depth = 0;  // apart: without a constructor, so that each call reads it at little cost
 
 // Queues of one group wait for each other, as streams do: the batch runs in the first one's thread
 // when the others have come to it, and they go on when it has ended.
@@ -232,7 +233,7 @@ Error run_jobs(std::vector<Deferred> jobs) {
 
 }  // namespace
 
-bool in_group() { return t_group.depth > 0; }
+bool in_group() { return t_depth > 0; }
 
 ncclResult_t refuse(ncclResult_t code) {
   if (in_group() && !t_group.refused) t_group.refused = last_error();
@@ -246,6 +247,8 @@ ncclResult_t submit(const Op& op, cudaStream_t stream) {
     return ncclSuccess;
   }
   if (queue || op.kind == CollKind::Send || op.kind == CollKind::Recv) return launch({{op, queue}});
+  ncclResult_t code;
+  if (run_short(op, &code)) return code;
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> hold(order_lock());
@@ -267,13 +270,13 @@ ncclResult_t submit_job(ncclComm* parent, const char* op, Job job) {
 }
 
 ncclResult_t group_start() {
-  ++t_group.depth;
+  ++t_depth;
   return ncclSuccess;
 }
 
 ncclResult_t group_end(const char* op) {
-  if (t_group.depth == 0) return raise(collHostErrorUsage, op, "no group is open in this thread");
-  if (--t_group.depth > 0) return ncclSuccess;
+  if (t_depth == 0) return raise(collHostErrorUsage, op, "no group is open in this thread");
+  if (--t_depth > 0) return ncclSuccess;
   Group group = std::move(t_group);
   t_group = Group();
   if (group.refused || (!group.jobs.empty() && !group.ops.empty())) {
@@ -296,6 +299,7 @@ ncclResult_t group_end(const char* op) {
 void group_cancel() {
   for (Deferred& job : t_group.jobs) job.job(true);
   t_group = Group();
+  t_depth = 0;
 }
 
 }  // namespace coll

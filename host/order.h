@@ -14,6 +14,12 @@ namespace coll {
 // for.
 constexpr int64_t kCheckInterval = 100 * 1000 * 1000;
 
+// The parts of ncclComm::order: a bit that is set while a short call runs; how many threads wait for
+// the turn or for the communicator to be idle; the next ticket.
+constexpr uint64_t kShortCall = 1;
+constexpr uint64_t kWaiter = 2;
+constexpr uint64_t kTicket = uint64_t{1} << 21;
+
 // Take the next ticket in the communicator's order, under order_lock().
 uint64_t take_ticket(ncclComm* comm);
 
@@ -31,7 +37,13 @@ Error become_active(ncclComm* comm, bool stop);
 void become_inactive(ncclComm* comm);
 void pass_turn(ncclComm* comm, uint64_t ticket);
 
-// Wait until all tickets are served.
+// For the short path: set its bit, if no ticket is out and nobody waits. From then on until the end an
+// abort waits for it. false: nothing was done.
+bool begin_short_call(ncclComm* comm);
+// After that the communicator may be freed.
+void end_short_call(ncclComm* comm);
+
+// Wait until all tickets are served and no short call runs.
 void drain(ncclComm* comm);
 // Wait until nothing is running. For a communicator whose flags let nothing more begin.
 void wait_until_idle(ncclComm* comm);

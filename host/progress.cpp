@@ -20,9 +20,10 @@ constexpr int64_t kLongestSleep = 50 * 1000 * 1000;  // ns
 class Pause {
  public:
   // `comm`: whose doorbell to sleep on, or NULL when several communicators are waited for.
-  Pause(ncclComm* comm, bool spin) : comm_(comm), spins_(spin ? 300 : 20) {}
+  Pause(ncclComm* comm, bool spin) : comm_(comm), spins_(spin ? kSpins : kSpinsInTurns) {}
 
   void reset() { turns_ = 0; }
+  void skip_spins() { turns_ = spins_; }  // they were made already
 
   // One pause of the kind that fits the time waited so far. `moved` is asked once more before going
   // to sleep. `peer` returns the rank whose flag is waited for, or -1: anybody's.
@@ -313,6 +314,10 @@ Error wait_until(ncclComm& c, bool revoked_too, const std::function<bool(int)>& 
 
 namespace {
 
+// Move runs forward, whose turns are there, until all are finished. Returns the first error. `spun`:
+// they have been waited for without yielding.
+Error move_until_done(Run* runs, size_t count, bool spin, bool spun);
+
 // Wait for the turns of the runs' communicators, run, pass the turns on. Returns the first error.
 Error run_all(Run* runs, size_t count) {
   struct Turns {
@@ -355,7 +360,12 @@ Error run_all(Run* runs, size_t count) {
     }
   }
 
+  return move_until_done(runs, count, spin, false);
+}
+
+Error move_until_done(Run* runs, size_t count, bool spin, bool spun) {
   Pause pause(count == 1 ? runs->work.comm : nullptr, spin);
+  if (spun) pause.skip_spins();
   auto advance_all = [&] {
     bool moved = false;
     for (size_t i = 0; i < count; ++i) moved = runs[i].advance() || moved;
@@ -410,6 +420,16 @@ Error run_alone(const Op& op, uint64_t ticket) {
   work.collective_count = 1;
   Run run(work);
   return run_all(&run, 1);
+}
+
+Error run_posted(Collective& collective) {
+  Work work;
+  work.comm = collective.op.comm;
+  work.collectives = &collective;
+  work.collective_count = 1;
+  Run run(work);
+  run.describe(collective.op, collective.base + 1);
+  return move_until_done(&run, 1, work.comm->spin, true);
 }
 
 }  // namespace coll

@@ -38,6 +38,12 @@ struct Batch {
 // The same for one collective in the calling thread, with nothing allocated.
 Error run_alone(const Op& op, uint64_t ticket);
 
+// The rest of a collective whose first round is posted, for a caller whose turn it is.
+Error run_posted(Collective& collective);
+
+// Pauses of a wait before it yields the core: where each rank has a core, and where they take turns.
+constexpr int kSpins = 300, kSpinsInTurns = 20;
+
 // Wait until is_missing(r) is false for every rank r. revoked_too: peers that revoked the
 // communicator still answer.
 Error wait_until(ncclComm& comm, bool revoked_too, const std::function<bool(int)>& is_missing);

@@ -228,7 +228,7 @@ ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence) {
     ncclComm* c = checked(comm, "collHostCommSequence");
     if (!c) return last_error().code;
     if (!sequence) return raise(collHostErrorArgument, "collHostCommSequence", "sequence is NULL");
-    *sequence = c->sequence.load(std::memory_order_relaxed);
+    *sequence = c->sequence.load(std::memory_order_relaxed) + c->short_calls.load(std::memory_order_relaxed);
     return ncclSuccess;
   });
 }

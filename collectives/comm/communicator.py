@@ -1,9 +1,9 @@
 """Communicator: the collectives of a set of ranks on torch, NumPy and CuPy arrays.
 
 All arguments are checked before anything is sent. An operation has two paths: the short one in C,
-of blocking calls on plain arrays (`_nccl.ArrayCalls`), and the full one in `operations`, which
-takes what the short one refuses. `arguments` has the checks, `opening` and `closing` the begin and
-the end of a communicator.
+of blocking calls on plain arrays (`_nccl.ArrayCalls`), which `with_short_path` puts before a
+method, and the full one in `operations`, which takes what the short one refuses. `arguments` has
+the checks, `opening` and `closing` the begin and the end of a communicator.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from hashlib import sha256
 
 import torch
 
+from .._nccl import with_short_path
 from ..arrays import Reader
 from ..environment import read_switch
 from ..errors import InvalidUsage
@@ -147,6 +148,7 @@ class Communicator(CommMemory):
     def __reduce__(self):
         raise InvalidUsage("a communicator can't be pickled or copied: open one in each process", rank=self.rank)
 
+    @with_short_path
     def all_reduce(
         self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None, out=None
     ) -> Work | None:
@@ -162,20 +164,17 @@ class Communicator(CommMemory):
         native algorithm, which is used; else `InvalidUsage` or `InvalidArgument`. It must not be
         used until the operation is done. C: collHostAllReduceShare.
         """
-        if not async_op and stream is None and algorithm in self._native_names and share is None:
-            if self._fast_path.all_reduce(array, op, out):
-                return None
         return operations.all_reduce(self, array, op, async_op, algorithm, stream, share, out)
 
+    @with_short_path
     def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
         """Reduce `array` over all ranks; `root` gets the result, in place.
 
         The other ranks' arrays are not changed. `op` and dtypes as in `all_reduce`. C: ncclReduce.
         """
-        if not async_op and stream is None and self._fast_path.reduce(array, root, op):
-            return None
         return operations.reduce(self, array, root, op, async_op, stream)
 
+    @with_short_path
     def reduce_scatter(
         self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
     ) -> Work | None:
@@ -185,28 +184,23 @@ class Communicator(CommMemory):
         part `rank` of `inp`. C: ncclReduceScatter. `share`: as in `all_reduce`, of the elements in
         `out`. C: collHostReduceScatterShare.
         """
-        if not async_op and stream is None and algorithm in self._native_names and share is None:
-            if self._fast_path.reduce_scatter(out, inp, op):
-                return None
         return operations.reduce_scatter(self, out, inp, op, async_op, algorithm, stream, share)
 
+    @with_short_path
     def all_gather(self, out, inp, *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
         """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
 
         `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of
         `out`. C: ncclAllGather.
         """
-        if not async_op and stream is None and algorithm in self._native_names:
-            if self._fast_path.all_gather(out, inp):
-                return None
         return operations.all_gather(self, out, inp, async_op, algorithm, stream)
 
+    @with_short_path
     def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
-        if not async_op and stream is None and self._fast_path.broadcast(array, root):
-            return None
         return operations.broadcast(self, array, root, async_op, stream)
 
+    @with_short_path
     def all_to_all(
         self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op: bool = False, stream=None
     ) -> Work | None:
@@ -218,41 +212,34 @@ class Communicator(CommMemory):
         evenly. C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL
         before 2.28.3.
         """
-        plain = output_split_sizes is None and input_split_sizes is None and stream is None
-        if plain and not async_op and self._fast_path.all_to_all(out, inp):
-            return None
         return operations.all_to_all(self, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
 
+    @with_short_path
     def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
 
         `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
         ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
         """
-        if not async_op and stream is None and self._fast_path.gather(out, inp, root):
-            return None
         return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
+    @with_short_path
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
 
         `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
         C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
         """
-        if not async_op and stream is None and self._fast_path.scatter(out, inp, root):
-            return None
         return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
+    @with_short_path
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
-        if not async_op and stream is None and self._fast_path.send(array, peer):
-            return None
         return operations.send_or_recv(self, "send", array, peer, async_op, stream)
 
+    @with_short_path
     def recv(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Receive rank `peer`'s `send` into `array`. Takes any dtype. C: ncclRecv."""
-        if not async_op and stream is None and self._fast_path.recv(array, peer):
-            return None
         return operations.send_or_recv(self, "recv", array, peer, async_op, stream)
 
     def barrier(self) -> None:

@@ -3,6 +3,7 @@
 // Every scenario runs on some number of ranks, checks what it computes, and ends the program with a message and status 1
 // when something is wrong. Linked with all of host/ and kernels/host/ (baseline), built with the sanitizer as a whole.
 #include "ranks.h"
+#include "small_calls.h"
 
 #include <stddef.h>
 #include <stdio.h>
@@ -567,6 +568,7 @@ int main() {
     run("split in the background", [&] { on_ranks(n, split_in_the_background, true); });
     if (n == 1) continue;
     run("mismatch", [&] { on_ranks(n, mismatch); });
+    run("small calls ended", [&] { on_ranks(n, small_calls_ended, true); });
     run("abort while waiting", [&] { on_ranks(n, abort_while_waiting, true); });
     run("abort while splitting", [&] { on_ranks(n, abort_while_splitting, true); });
     run("abort while finalizing", [&] { on_ranks(n, abort_while_finalizing, true); });

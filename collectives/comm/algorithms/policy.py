@@ -150,7 +150,7 @@ class Policy:
 def use_policy(comm, policy: Policy) -> None:
     """Set the policy by which a communicator selects algorithms."""
     comm._policy, comm._choices = policy, policy.choices_for(comm.engine.name, comm.size)
-    comm._native_names = (None, "native") if comm._choices is None else ("native",)  # arguments that mean native
+    comm._fast_path.set_native_by_default(comm._choices is None)
 
 
 def look_up_choice(choices: dict[str, Choices], op: str, nbytes: int) -> str:

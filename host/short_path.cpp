@@ -1,0 +1,84 @@
+// The short path of one blocking collective of a few KiB.
+//
+// It does what the full path does in the first round, and publishes the same, so that each rank
+// chooses its path by itself: its peers can't know it. What it leaves out is the work around the
+// round: tickets and their lock (order.h has what stands in for them), the objects of a batch, the
+// search for memory that could be used in place, and the fence before the data of the peers is read.
+// Where a peer isn't there after the spins, or has called something else, the full path's loop does
+// the rest, with all that it watches.
+#include "short_path.h"
+
+#include "collective.h"
+#include "error.h"
+#include "order.h"
+#include "progress.h"
+#include "system.h"
+
+namespace coll {
+
+bool Collective::is_short() const {
+  const ncclComm& c = comm();
+  size_t nbytes = op.bytes(), n = static_cast<size_t>(c.size);
+  if (nbytes > kMostStaged || n < 2 || op.wire >= 0 || op.share || op.reduction.premul || op.flight) return false;
+  if (nbytes > slot_stride(op.kind, c.segment->header()->chunk_bytes, n)) return false;
+  if (!reduces(op.kind)) return op.kind != CollKind::Send && op.kind != CollKind::Recv;
+  // Kernels take aligned elements; and a second phase is worth its wait.
+  uintptr_t addresses = reinterpret_cast<uintptr_t>(op.send) | reinterpret_cast<uintptr_t>(op.recv);
+  return addresses % type_size(op.type) == 0 && nbytes * n <= kOnePhaseBytes;
+}
+
+bool Collective::post_short() {
+  ncclComm& c = comm();
+  // A peer that is out already is an error, which the full path makes.
+  if (c.segment->header()->troubles.load(std::memory_order_acquire)) return false;
+  base = c.rounds;
+  if (!slot_free(base)) return false;
+  begun = true;
+  rounds = posted = 1;
+  per_round = op.count;
+  stride = slot_stride(op.kind, c.segment->header()->chunk_bytes, static_cast<size_t>(c.size));
+  op.seq = c.executed++;
+  c.short_calls.store(c.short_calls.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  fill_slot(0);
+  // Last, and at once: a peer that waits takes this line away with each look at it.
+  RankBlock* me = c.me();
+  publish_call();
+  me->sharing[op.seq & 1] = kStaged;
+  me->posted.store(base + 1, std::memory_order_release);
+  return true;
+}
+
+bool Collective::finish_short() {
+  ncclComm& c = comm();
+  bool at_once = sources_ready(0);
+  if (!at_once) {
+    c.wake_sleepers();
+    for (int turns = c.spin ? kSpins : kSpinsInTurns; !sources_ready(0); --turns) {
+      if (!turns) return false;
+      cpu_relax();
+    }
+  }
+  if (!same_calls()) return false;
+  checked = true;
+  consume(0);
+  count_round();
+  // The fence in it waits for this rank's stores to reach the caches: here they are there.
+  if (at_once || !in_lockstep(op.kind)) c.wake_sleepers();
+  return true;
+}
+
+bool run_short(const Op& op, ncclResult_t* code) {
+  Collective call(op);
+  if (!call.is_short() || !begin_short_call(op.comm)) return false;
+  struct Turn {
+    ncclComm* comm;
+    ~Turn() { end_short_call(comm); }
+  } turn{op.comm};
+  if (!call.post_short()) return false;
+  *code = ncclSuccess;
+  if (!call.finish_short())
+    if (Error error = run_posted(call)) *code = raise(error);
+  return true;
+}
+
+}  // namespace coll
