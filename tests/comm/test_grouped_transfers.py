@@ -145,7 +145,8 @@ def two_communicators(ctx):
         two.recv(got[1], peer)
     assert torch.equal(got[0], full(10 + peer)) and torch.equal(got[1], full(20 + peer))
     third = one.split(0)
-    for end, text in ((third.close, "inside a group that holds calls"), (third.abort, "send.*aborted"), (int, "aborted")):
+    ends = (third.close, "inside a group that holds calls"), (third.abort, "send.*aborted"), (int, "aborted")
+    for end, text in ends:
         with pytest.raises(errors.InvalidUsage, match=text):  # noqa: SIM117
             with one.group():
                 one.send(full(1), peer)
