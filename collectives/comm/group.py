@@ -79,7 +79,6 @@ def _resolve_steps(call: Call, stream: int, grouped: bool, created_ops: list):
     Creates the premultiplied sums that they need, and appends them to `created_ops` as pairs of
     the binding object and the op. `grouped`: the steps are part of a group.
     """
-    call.comm._check_open(call.op)  # by this name, not by that of an attribute below
     native = call.comm._native
     if grouped:  # an operation of several steps can't stand in a group
         native = getattr(native, "parent", native)
@@ -171,6 +170,8 @@ class Group:
         return call.work
 
     def _issue(self, calls: list[Call]) -> None:
+        for call in calls:
+            call.comm._check_open(call.op)
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
             fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
