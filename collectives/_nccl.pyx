@@ -628,6 +628,7 @@ cdef int leave_group(Library library, ncclResult_t code) except -1:
 include "_nccl_flight.pxi"
 include "_nccl_one_rank.pxi"
 include "_nccl_comm.pxi"
+include "_nccl_groups.pxi"
 include "_nccl_arrays.pxi"
 include "_nccl_methods.pxi"
 include "_nccl_pool.pxi"

@@ -255,8 +255,9 @@ cdef class ArrayCalls:
 
     Each method reads the arrays, checks them, makes the call, and returns whether it did. Where it
     returns False nothing was done: an array, an op or a root is not of the plain kind, the
-    communicator is closed, its device isn't the current one, or ``groups``, a dict of the groups
-    that are being collected, isn't empty. The arrays must be held until the call returns, as a
+    communicator is closed, its device isn't the current one, or ``groups``, a dict by thread of the
+    groups that are being collected, isn't empty. A send and a receive on the host join this
+    thread's group, where ``owner``, the Communicator, is known. The arrays must be held until the call returns, as a
     caller's arguments are. On CUDA the call goes to the exchange table's current stream.
     ``current_device``: a function that returns the number of the current CUDA device; without it no
     call is made on CUDA.
@@ -266,15 +267,18 @@ cdef class ArrayCalls:
     cdef ArrayReader reader
     cdef dict groups
     cdef object current_device
+    cdef object owner
     cdef int rank, size
     cdef bint native_by_default
 
-    def __init__(self, Comm comm not None, ArrayReader reader not None, dict groups not None, current_device=None):
+    def __init__(self, Comm comm not None, ArrayReader reader not None, dict groups not None, current_device=None, *,
+                 owner=None):
         self.comm = comm
         self.reader = reader
         self.groups = groups
         self.current_device = current_device
         self.native_by_default = True
+        self.owner = owner
         self.rank, self.size = comm.rank, comm.size
 
     def set_native_by_default(self, bint native):
@@ -491,6 +495,31 @@ cdef class ArrayCalls:
         self.comm.leave_op(result, name, record)
         return True
 
+    cdef bint join_group(self, object array, const Span* span, int peer, bint sends) except -1:
+        """Add a send or a receive to this thread's open group; False where there is none."""
+        cdef GroupedTransfer transfer
+        cdef list calls
+        cdef PyObject* group
+        if self.owner is None or self.reader.device_type != collDLCPU:
+            return False
+        if self.comm.comm is NULL or self.comm.forks != collForks:
+            return False
+        group = PyDict_GetItem(self.groups, PyThread_get_thread_ident())
+        if group is NULL:
+            return False
+        transfer = GroupedTransfer.__new__(GroupedTransfer)
+        transfer.comm, transfer.native, transfer.array = self.owner, self.comm, array
+        transfer.storage = array if <PyObject*> Py_TYPE(array) == <PyObject*> self.reader.buffer else (
+            array.untyped_storage())
+        transfer.address, transfer.count, transfer.nbytes = <size_t> span.ptr, span.count, span.nbytes
+        transfer.dtype, transfer.peer, transfer.sends = span.dtype, peer, sends
+        calls = (<object> group)._calls
+        if (<object> group)._comm is self.owner and (not calls or type(calls[0]) is GroupedTransfer):
+            calls.append(transfer)      # nothing for `add` to check
+        else:
+            (<object> group).add(transfer)
+        return True
+
     cpdef send(self, array, peer):
         """Send an array to another rank. C: ``ncclSend``."""
         cdef Span span
@@ -500,8 +529,11 @@ cdef class ArrayCalls:
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int c_peer = self.peer(peer)
-        if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, False, &span) or not self.stream_of(
-                <void*> api.ncclSend, &stream):
+        if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, False, &span):
+            return False
+        if PyDict_GET_SIZE(self.groups) > 0:
+            return self.join_group(array, &span, c_peer, True)
+        if not self.stream_of(<void*> api.ncclSend, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclSend, "ncclSend")
         record = self.comm.note("ncclSend", FLIGHT_SEND, span.count, span.dtype, stream, c_peer)
@@ -520,8 +552,11 @@ cdef class ArrayCalls:
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
         cdef int c_peer = self.peer(peer)
-        if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, True, &span) or not self.stream_of(
-                <void*> api.ncclRecv, &stream):
+        if c_peer < 0 or c_peer == self.rank or not self.reader.fill(array, True, &span):
+            return False
+        if PyDict_GET_SIZE(self.groups) > 0:
+            return self.join_group(array, &span, c_peer, False)
+        if not self.stream_of(<void*> api.ncclRecv, &stream):
             return False
         comm = self.comm.enter(<void*> api.ncclRecv, "ncclRecv")
         record = self.comm.note("ncclRecv", FLIGHT_RECV, span.count, span.dtype, stream, c_peer)

@@ -40,13 +40,14 @@ from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .torch_compat import fsdp_state_class
+from .weak_tensors import WeakTensorDict
 
 __all__ = [
     "Patch",
     "applied_patches",
+    "count_hook_registrations",
     "find_active_scalers",
     "find_hooked_ddps",
     "install",
@@ -117,7 +118,8 @@ def undo_patch(patch: Patch) -> None:
 
 # ---- DDP objects with a hook, and GradScalers in use.
 
-_ddps = WeakIdKeyDictionary()  # parameter -> weak references to the DDP objects with a hook that have it, oldest first
+_ddps = WeakTensorDict()  # parameter -> weak references to the DDP objects with a hook that have it, oldest first
+_hook_registrations = 0
 _scalers: weakref.WeakSet = weakref.WeakSet()
 _observers: list = []
 
@@ -135,8 +137,12 @@ def find_hooked_ddps(parameter) -> list[DistributedDataParallel]:
 
     They are in the order of registration.
     """
-    found = (reference() for reference in _ddps.get(parameter, ()))
-    return [ddp for ddp in found if ddp is not None]
+    return [ddp for reference in _ddps.get(parameter, ()) if (ddp := reference()) is not None]
+
+
+def count_hook_registrations() -> int:
+    """Return how many hooks were registered on DDP objects of this process so far."""
+    return _hook_registrations
 
 
 def find_active_scalers() -> list[torch.amp.GradScaler]:
@@ -145,6 +151,8 @@ def find_active_scalers() -> list[torch.amp.GradScaler]:
 
 
 def _record_ddp(ddp) -> None:
+    global _hook_registrations
+    _hook_registrations += 1
     for parameter in ddp.module.parameters():
         known = [reference for reference in _ddps.get(parameter, ()) if reference() not in (None, ddp)]
         _ddps[parameter] = [*known, weakref.ref(ddp)]

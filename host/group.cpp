@@ -47,13 +47,25 @@ Work& work_of(Batch& batch, ncclComm* comm) {
   return batch.works.back();
 }
 
+// Under order_lock().
+void take_tickets(Batch& batch) {
+  for (Work& work : batch.works) {
+    work.ticket = take_ticket(work.comm);
+    work.comm->sequence.fetch_add(work.collective_count, std::memory_order_relaxed);
+  }
+}
+
 // Sort the operations into the batch. Sends to oneself are matched with their receives here.
 Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
   for (const Submitted& s : ops) {
     Work& work = work_of(batch, s.op.comm);
     bool transfer = s.op.kind == CollKind::Send || s.op.kind == CollKind::Recv;
-    if (!transfer) work.stored.emplace_back(s.op);
-    else if (s.op.root != s.op.comm->rank) work.transfers.emplace_back(s.op);
+    if (!transfer) {
+      work.stored.emplace_back(s.op);
+    } else if (s.op.root != s.op.comm->rank) {
+      if (work.transfers.empty()) work.transfers.reserve(ops.size());
+      work.transfers.emplace_back(s.op);
+    }
   }
   for (Work& work : batch.works) {
     std::vector<Op> sends, receives;
@@ -113,10 +125,7 @@ struct Launch {
 
   // Under order_lock().
   void enqueue() {
-    for (Work& work : batch->works) {
-      work.ticket = take_ticket(work.comm);
-      work.comm->sequence.fetch_add(work.collective_count, std::memory_order_relaxed);
-    }
+    take_tickets(*batch);
     size_t others = queues.empty() ? 0 : queues.size() - 1;
     for (size_t i = 0; i < queues.size(); ++i) {
       if (i == 0) queue_push(queues[i], [batch = batch, join = join, others] { return lead(*batch, join.get(), others); });
@@ -160,7 +169,27 @@ struct Launch {
   }
 };
 
+// Operations of one communicator in the calling thread, which share nothing with another one: most
+// groups, and every send and receive alone.
+bool in_one_place(const std::vector<Submitted>& ops) {
+  ncclComm* comm = ops.front().op.comm;
+  return std::all_of(ops.begin(), ops.end(), [=](const Submitted& s) { return !s.queue && s.op.comm == comm; });
+}
+
+ncclResult_t run_in_one_place(const std::vector<Submitted>& ops) {
+  Batch batch;
+  Error error = fill_batch(batch, ops);
+  if (error) return raise(error);
+  {
+    std::lock_guard<std::mutex> hold(order_lock());
+    take_tickets(batch);
+  }
+  batch.run();
+  return batch.error ? raise(batch.error) : ncclSuccess;
+}
+
 ncclResult_t launch(const std::vector<Submitted>& ops) {
+  if (in_one_place(ops)) return run_in_one_place(ops);
   std::vector<Launch> launches;
   for (const std::vector<Submitted>& part : ops.size() == 1 ? std::vector<std::vector<Submitted>>{ops} : connected(ops)) {
     launches.emplace_back();
@@ -293,7 +322,11 @@ ncclResult_t group_end(const char* op) {
     Error error = run_jobs(std::move(group.jobs));
     return error ? raise(error) : ncclSuccess;
   }
-  return group.ops.empty() ? ncclSuccess : launch(group.ops);
+  if (group.ops.empty()) return ncclSuccess;
+  ncclResult_t code = launch(group.ops);
+  group.ops.clear();
+  if (t_group.ops.empty()) t_group.ops.swap(group.ops);  // so that the next group allocates nothing
+  return code;
 }
 
 void group_cancel() {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
+from .._nccl import issue_transfers
 from ..errors import CollectivesError, InvalidUsage
 from .fingerprint import check_calls
 from .work import Work
@@ -118,6 +119,8 @@ class Group:
     ``async_op=True``. If the block raises, none is issued.
     """
 
+    __slots__ = ("_calls", "_comm", "_entered", "_outer", "_outer_length")
+
     def __init__(self, comm):
         comm._check_open("group")
         self._comm = comm
@@ -130,24 +133,21 @@ class Group:
         if self._entered:
             raise InvalidUsage("this group is open already: make another one with comm.group()", rank=self._comm.rank)
         self._entered = True
-        thread = threading.get_ident()
-        self._outer = open_groups.get(thread)
-        if self._outer is None:
-            open_groups[thread] = self
-        else:
-            self._outer_length = len(self._outer._calls)
+        outer = open_groups.setdefault(get_ident(), self)
+        if outer is not self:
+            self._outer, self._outer_length = outer, len(outer._calls)
         return self
 
     def __exit__(self, kind, error, trace):
         self._entered = False
-        outer, self._outer = self._outer, None
-        if outer is not None:
+        if self._outer is not None:
+            outer, self._outer = self._outer, None
             if kind is not None:
                 del outer._calls[self._outer_length :]
             return
-        del open_groups[threading.get_ident()]
+        del open_groups[get_ident()]
         calls, self._calls = self._calls, []
-        if kind is None and calls:
+        if kind is None and calls and not issue_transfers(calls):
             self._issue(calls)
 
     def has_calls_of(self, comm) -> bool:
@@ -156,7 +156,7 @@ class Group:
 
     def add(self, call: Call) -> Work | None:
         """Add a communicator's call; return its Work."""
-        if call.comm.engine.library is not self._comm.engine.library:
+        if call.comm is not self._comm and call.comm.engine.library is not self._comm.engine.library:
             raise InvalidUsage(
                 f"a group of the engine {self._comm.engine.name!r} can't take a call of {call.comm.engine.name!r}: "
                 "make two groups",
@@ -170,6 +170,8 @@ class Group:
         return call.work
 
     def _issue(self, calls: list[Call]) -> None:
+        for call in calls:
+            call.comm._check_open(call.op)
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
             fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]

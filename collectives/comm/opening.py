@@ -61,7 +61,7 @@ def open_array_calls(comm):
     if not isinstance(comm._native, Comm):
         return NoFastPath()
     current_device = None if comm._on_host or comm._checks_calls else cuda_get_device()
-    return ArrayCalls(comm._native, comm._reader.array_reader, open_groups, current_device)
+    return ArrayCalls(comm._native, comm._reader.array_reader, open_groups, current_device, owner=comm)
 
 
 def ranks_by_node(comm) -> tuple[tuple[int, ...], ...] | None:

@@ -187,6 +187,14 @@ class BufferRegistrationCache:
             if self._round - entry.last_round > _MAX_ABSENT_ROUNDS:
                 _end(self._entries, key, entry.registration)
 
+    def is_settled(self) -> bool:
+        """Return whether all buffers were observed in this round, and in an earlier one: observing the
+        same ones again then changes nothing.
+        """
+        return all(
+            entry.comm is not None and entry.last_round == self._round for entry in list(self._entries.values())
+        )
+
     def describe(self) -> str:
         """Return how many of the buffers that came back are shared, or registered, in words."""
         entries = [entry for entry in list(self._entries.values()) if entry.comm is not None]

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
-from .averaging import plan_reduction
+from .averaging import ReductionPlan, plan_reduction
 from .bucket import Bucket, Scaling
 from .grad_stats import add_grad_stats
 
@@ -121,6 +121,14 @@ class NoCompression(Compressor):
         if self.algorithm is None and self.deterministic:
             return "native" if comm._on_host else "direct"  # the ones that sum in rank order
         return self.algorithm
+
+    def plain_reduction(self, comm, scaling: Scaling, dtype: torch.dtype) -> tuple[str, str | None] | None:
+        """Return the op and the algorithm of the one all-reduce that `reduce` is; None where it applies
+        factors, too.
+        """
+        algorithm = self.choose_algorithm(comm)
+        plan = plan_reduction(comm, scaling, dtype, algorithm)
+        return (plan.op, algorithm) if plan == (plan.op,) + ReductionPlan()[1:] and isinstance(plan.op, str) else None
 
     def reduce(self, comm, bucket, scaling, *, grad_stats=None):
         flat, algorithm = bucket.flat, self.choose_algorithm(comm)

@@ -66,12 +66,13 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
-    buffer = bucket.buffer()
-    # Messages use the names by which the state is saved, if it can be saved.
-    names = None if state is _default_state else state.parameter_names
-    ours = Bucket(buffer, bucket.parameters, None, bucket.index(), names)
-    comm = state.comm
+    buffer, index = bucket.buffer(), bucket.index()
+    comm, short_path, ours = state.comm, state.short_path, None
     try:
+        if short_path.is_open and short_path.takes(state, bucket, index, buffer):
+            comm = short_path.comm
+            return short_path.reduce(state, bucket, index)
+        ours = _describe(state, bucket, buffer, index)
         if ours.index == 0 and comm is None and state.process_group is None:
             for ddp in find_hooked_ddps(ours.params[0])[-1:]:
                 check_group(ddp)
@@ -84,8 +85,13 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
                 comm = get_communicator(state.get_process_group(), device)
         if state.shares_memory:
             state.share_memory(comm, ours)
-        return state.reducer.reduce_bucket(comm, ours, buffer, bucket.is_last())
+        last = bucket.is_last()
+        future = state.reducer.reduce_bucket(comm, ours, buffer, last)
+        short_path.remember(state, ours, future, last)
+        return future
     except CollectivesError as error:
+        short_path.close()
+        ours = ours or _describe(state, bucket, buffer, index)
         cause, failed = (error.error, error.bucket) if isinstance(error, BucketError) else (error, ours)
         if comm is not None and not isinstance(cause, InvalidArgument):
             close_comm_streams(comm, abort=True)
@@ -96,12 +102,20 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one. A
         # later backward's buckets would be matched with theirs of this one. The end of the
         # communicator gives them an error instead.
+        short_path.close()
+        ours = ours or _describe(state, bucket, buffer, index)
         if comm is not None:
             close_comm_streams(comm, abort=True)
             drop_communicator(comm)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"collectives: in gradient bucket {ours.index}, of {ours.describe()}")
         raise
+
+
+def _describe(state: HookState, bucket, buffer: torch.Tensor, index: int) -> Bucket:
+    # Messages use the names by which the state is saved, if it can be saved.
+    names = None if state is _default_state else state.parameter_names
+    return Bucket(buffer, bucket.parameters, None, index, names)
 
 
 def _on_register(ddp, state, hook) -> None:

@@ -75,6 +75,7 @@ class DDPReducer:
         self._comm: Communicator | None = None  # over which `_overlaps` holds
         self._overlaps = False
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
+        self._joins = False  # whether this backward is inside of DDP's join()
         self._saved = None  # the saved layout that this backward uses
         # By device: the event by which communication streams wait for gradients.
         self._ready_events: dict[torch.device, torch.cuda.Event] = {}
@@ -92,6 +93,11 @@ class DDPReducer:
     def pending(self) -> int:
         """The number of buckets of an unfinished backward."""
         return len(self._pending)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the newest backward's buckets are reduced one by one, each in the hook's call."""
+        return not (self._keeps or self._joins)
 
     def reduce_bucket(self, comm: Communicator, bucket: Bucket, buffer, last: bool) -> torch.futures.Future:
         """Reduce a bucket.
@@ -117,7 +123,7 @@ class DDPReducer:
                 if last:
                     self._end_backward()
                 return pending.future
-            pipeline.count(1, self.gradients.reduce(bucket, comm_stream), self._fp32_bytes(bucket))
+            pipeline.count(1, self.gradients.reduce(bucket, comm_stream), self.count_fp32_bytes(bucket))
             if last:
                 pipeline.end_backward(self.gradients)
             future = torch.futures.Future()
@@ -147,10 +153,10 @@ class DDPReducer:
         if comm is not self._comm:
             self._comm, self._overlaps = comm, comm._on_host and should_overlap(comm)
         step = pipeline.optimizer_step
-        joins = check_join(
+        self._joins = check_join(
             params, average=pipeline.options.average, defers_step=step is not None and pipeline.scaler is not None
         )
-        self._count_step(params[0], comm, joins)
+        self._count_step(params[0], comm, self._joins)
         depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
         self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
         self._keeps = depends_on_layout or self._overlaps or not comm._on_host or bool(pipeline.stages)
@@ -224,7 +230,7 @@ class DDPReducer:
         except BaseException as error:
             pending.error = error
 
-    def _fp32_bytes(self, bucket: Bucket) -> int:
+    def count_fp32_bytes(self, bucket: Bucket) -> int:
         """Return the bytes that this rank would send for a bucket in fp32."""
         size = self.pipeline.comm.size
         return 2 * (size - 1) * bucket.flat.numel() * 4 // size
@@ -280,7 +286,7 @@ class DDPReducer:
         sent = as_fp32 = 0
         for pending in self._pending:
             sent += pending.nbytes
-            as_fp32 += self._fp32_bytes(pending.bucket)
+            as_fp32 += self.count_fp32_bytes(pending.bucket)
             if not pending.completed:
                 pending.complete()
         if self._pending:

@@ -14,23 +14,24 @@ from collections.abc import Iterable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.communicator import Communicator
 from ..comm.program_step import set_step
+from ..weak_tensors import WeakTensorDict
 
 __all__ = ["StepCount", "count_steps", "find_step_count"]
 
-_counts = WeakTensorKeyDictionary()  # parameter -> the count of its module
+_counts = WeakTensorDict()  # parameter -> the count of its module
 
 
 class StepCount:
     """Counts the steps between backwards, several as one, since the communicator was first used.
-    `has_stepped`: since the last backward; to be set by each step.
+    `has_stepped`: since the last backward; to be set by each step. `replaced`: by another count of one
+    of its parameters.
     """
 
     def __init__(self):
-        self.has_stepped = False
+        self.has_stepped = self.replaced = False
         self._steps = 0
         self._comms: list[weakref.ref] = []
 
@@ -61,6 +62,9 @@ def count_steps(parameters: Iterable[torch.nn.Parameter]) -> None:
     _register_hook()
     count = StepCount()
     for parameter in parameters:
+        before = _counts.get(parameter)
+        if before is not None:
+            before.replaced = True
         _counts[parameter] = count
 
 

@@ -1,0 +1,292 @@
+"""The short path of the hook: the same bits as the full one, and left for it at the first difference."""
+
+import gc
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import collectives
+from collectives import HookState, errors
+from collectives.recorder import Recorder, recording
+from collectives.rendezvous.process_groups import find_communicator
+from tests.ddp.training import BUCKET_MB, buckets_of, gradients, loss_of, make_model, over_gloo, run, wrap
+from tests.ranks import run_ranks
+
+ENV = {"COLLECTIVES_OVERLAP": "0"}  # also where the ranks have cores to spare
+SETTLED = 6  # steps after which DDP has its final buckets and the path is open
+
+
+def state_of(state):
+    return collectives.ddp.hook._default_state if state is None else state
+
+
+def step(ddp, number, rank):
+    ddp.zero_grad()
+    loss_of(ddp, number, rank).backward()
+    return gradients(ddp)
+
+
+def settle(ddp, rank, state=None, steps=SETTLED):
+    for number in range(steps):
+        step(ddp, number, rank)
+    assert state_of(state).short_path.is_open
+
+
+def mean_of_ranks(model, number, size):
+    """The mean gradients of a plain copy of a model, summed in rank order."""
+    plain = make_model()
+    plain.load_state_dict(model.state_dict())
+    total = None
+    for rank in range(size):
+        plain.zero_grad()
+        loss_of(plain, number, rank).backward()
+        own = gradients(plain)
+        total = own if total is None else [a + b for a, b in zip(total, own, strict=True)]
+    return [each / size for each in total]
+
+
+def right(ctx, ddp, number):
+    found, want = step(ddp, number, ctx.rank), mean_of_ranks(ddp.module, number, ctx.size)
+    return all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@over_gloo
+def same_bits(ctx, views, cap):
+    state = HookState()
+    ddp = wrap(make_model(), "torch", state, gradient_as_bucket_view=views, bucket_cap_mb=cap)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    open_after, before = [], state.stats()
+    for number in range(9):
+        assert right(ctx, ddp, number)
+        optimizer.step()
+        open_after.append(state.short_path.is_open)
+    totals, count = state.stats(), sum(p.numel() for p in ddp.parameters())
+    assert totals["backwards"] - before["backwards"] == 9
+    assert totals["bytes_on_wire"] == totals["bytes_as_fp32"] == 9 * count * 4 * 2 * (ctx.size - 1) // ctx.size
+    assert state.bytes_on_wire == totals["bytes_on_wire"] // 9
+    assert totals["buckets"] >= 8 * buckets_of(ddp)
+    assert totals["seconds_in_hook"] > 0
+    return open_after
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("cap", [BUCKET_MB, 25])
+def test_the_same_bits_as_before(tmp_path, views, cap):
+    for open_after in run(same_bits, 2, tmp_path / "a", views, cap, env=ENV):
+        assert open_after[-1] and not open_after[0]
+    overlapped = run(same_bits, 2, tmp_path / "b", views, cap, env={"COLLECTIVES_OVERLAP": "1"})
+    assert not any(map(any, overlapped))  # other threads reduce
+
+
+@over_gloo
+def changes(ctx):
+    """Differences from the last backward, one after the other."""
+    state = HookState()
+    ddp = wrap(make_model(), "torch", state, gradient_as_bucket_view=True)
+    settle(ddp, ctx.rank, state)
+    with ddp.no_sync():
+        step(ddp, 6, ctx.rank)
+    assert state.short_path.is_open and right(ctx, ddp, 7)
+
+    recording.active = recorder = Recorder()
+    try:
+        assert right(ctx, ddp, 8)
+    finally:
+        recording.active = None
+    assert sum(row == "hook" for row, *_ in recorder.events) == buckets_of(ddp) and len(recorder.marks) == 1
+    settle(ddp, ctx.rank, state)
+
+    find_communicator(dist.group.WORLD, torch.device("cpu")).close()  # opened again by the next backward
+    assert right(ctx, ddp, 9)
+    settle(ddp, ctx.rank, state)
+
+    with ddp.join():
+        assert right(ctx, ddp, 10)
+    assert not state.short_path.is_open
+    del ddp
+
+    ddp = wrap(make_model(), "torch", state)
+    settle(ddp, ctx.rank, state)
+    with pytest.raises(errors.InvalidUsage, match="divide_by_initial_world_size"):  # noqa: SIM117
+        with ddp.join(divide_by_initial_world_size=False):
+            step(ddp, 11, ctx.rank)
+    del ddp
+
+    other = wrap(make_model(), "torch", state)
+    for number in range(8):
+        assert right(ctx, other, number)
+    assert state.short_path.is_open
+    own = collectives.optim.AdamW(other.parameters(), lr=0.01)
+    before = [p.detach().clone() for p in other.parameters()]
+    state.optimizer = own
+    step(other, 13, ctx.rank)
+    assert not state.short_path.is_open
+    assert not any(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+
+
+def test_what_differs_takes_the_full_path(tmp_path):
+    run(changes, 2, tmp_path / "a", env=ENV)
+
+
+@over_gloo
+def uneven(ctx):
+    """The ranks have other numbers of batches; all steps before are on the short path."""
+    state = HookState()
+    ddp = wrap(make_model(), "torch", state)
+    settle(ddp, ctx.rank, state)
+    with ddp.join():
+        for number in range(2 + 3 * ctx.rank):
+            step(ddp, number, ctx.rank)
+    del ddp
+    other = wrap(make_model(), "torch", state)
+    settle(other, ctx.rank, state)
+    assert right(ctx, other, 20)
+
+
+def test_uneven_inputs_after_it(tmp_path):
+    run(uneven, 2, tmp_path / "a", env=ENV)
+
+
+@over_gloo
+def two_modules(ctx, own):
+    """Two modules of one state (None: the default one) in turn, then one of them alone, and one that has died."""
+    state = HookState() if own else None
+    first, second = (wrap(make_model(), "torch", state) for _ in range(2))
+    for number in range(5):
+        assert right(ctx, first, number) and right(ctx, second, number + 1)
+    settle(first, ctx.rank, state)
+    assert right(ctx, second, 3) and right(ctx, first, 4)
+    settle(second, ctx.rank, state)
+    path = state_of(state).short_path
+    del second
+    gc.collect()
+    assert not path.is_open and not path._buckets  # which hold the buffers
+    assert right(ctx, first, 5)
+    settle(first, ctx.rank, state)
+    again = wrap(first.module, "torch", state)  # over the same parameters
+    for number in range(SETTLED):
+        assert right(ctx, again, number)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_two_modules_of_one_state(tmp_path, own):
+    run(two_modules, 2, tmp_path / "a", own, env=ENV)
+
+
+@over_gloo
+def other_buffers(ctx):
+    """A buffer that isn't the one of the last backward, by object, by memory, or by its place."""
+    state = HookState()
+
+    for change in ("copy", "dtype", "memory", "index"):
+        ddp = wrap(make_model(), "torch", state, gradient_as_bucket_view=True)
+        settle(ddp, ctx.rank, state)
+        path, index = state.short_path, 0
+        buffer = path._buckets[0].buffer
+        if change == "copy":
+            buffer = buffer.clone()
+        elif change == "dtype":
+            buffer = buffer.to(torch.float64)
+        elif change == "memory":
+            buffer.data = buffer.data.clone()
+        else:
+            index = len(path._buckets)
+        assert not path.takes(state, None, index, buffer)
+        assert not path.is_open
+        del ddp
+
+
+def test_other_buffers(tmp_path):
+    run(other_buffers, 2, tmp_path / "a", env=ENV)
+
+
+@over_gloo
+def new_default_group(ctx, path):
+    """The default group is destroyed and made again between two backwards."""
+    state = HookState()
+    ddp = wrap(make_model(), "torch", state)
+    settle(ddp, ctx.rank, state)
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(errors.InvalidUsage, match="isn't initialised"):
+        step(ddp, 7, ctx.rank)
+    del ddp
+    gc.collect()
+    dist.init_process_group("gloo", init_method=f"file://{path}.2", rank=ctx.rank, world_size=ctx.size)
+    other = wrap(make_model(), "torch", state)
+    for number in range(SETTLED):
+        assert right(ctx, other, number)
+
+
+def test_a_new_default_group(tmp_path):
+    run(new_default_group, 2, tmp_path / "a", str(tmp_path / "b"), env=ENV)
+
+
+class Fails(torch.autograd.Function):
+    on = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Fails.on:
+            raise ArithmeticError("in the middle of the backward")
+        return grad
+
+
+class FailsMidway(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = list(make_model().children())
+        self.first, self.second = nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
+
+    def forward(self, x):
+        return self.second(Fails.apply(self.first(x)))
+
+
+@over_gloo
+def interrupted(ctx):
+    state = HookState()
+    ddp = wrap(FailsMidway(), "torch", state)
+    settle(ddp, ctx.rank, state)
+    Fails.on = True
+    with pytest.raises(ArithmeticError):
+        step(ddp, 7, ctx.rank)
+    Fails.on = False
+    other = wrap(make_model(), "torch", state)
+    for number in range(SETTLED):
+        assert right(ctx, other, number)
+
+
+def test_an_exception_in_the_backward(tmp_path):
+    run(interrupted, 2, tmp_path / "a", env=ENV)
+
+
+def loses_a_rank(ctx, how):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # DDP's own; the hook's has 2 ranks
+    state = HookState(ctx.new_communicator())
+    ddp = wrap(make_model(), "torch", state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    settle(ddp, ctx.rank, state)
+    if ctx.rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ctx.rank == 0 or how == "killed":
+        optimizer.step()
+    text = "in gradient bucket 0, of .*can't go on after its hook has failed"
+    with pytest.raises(errors.RemoteError if how == "killed" else errors.Mismatch, match=text) as raised:
+        step(ddp, 7, ctx.rank)
+    assert how == "mismatch" or raised.value.peers == (1,)
+    assert not state.short_path.is_open
+    state.comm.abort()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["killed", "mismatch"])
+def test_a_rank_that_fails(how):
+    run_ranks(loses_a_rank, 2, how, env=ENV, deaths=(1,) if how == "killed" else ())
