@@ -96,13 +96,13 @@ class KernelTask:
     after: int
     signals: bool = False  # a transfer waits for its event
 
-    def run(self, bases, factor, device, launch=run_kernel) -> None:
+    def run(self, bases, factor, device, launch=None) -> None:
         for args, first_source, offset in self.launches:
             args.sources = bases[_TABLE] + 8 * first_source
             args.out = bases[self.base] + offset
             if self.scaled and factor is not None:
                 args.scale = factor
-            launch(self.kernel, args, device)
+            (launch or run_kernel)(self.kernel, args, device)
 
 
 @dataclass(slots=True)
@@ -265,10 +265,10 @@ class ExecutionPlan:
             wrapped = (factor + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
             into.fill_(wrapped)
 
-    def run(self, native, inp: int, out: int, factor, launch: Callable = run_kernel) -> None:
+    def run(self, native, inp: int, out: int, factor, launch: Callable | None = None) -> None:
         """Run the tasks in this thread, one after the other.
 
-        `native`: as in `issue_transfers`; `launch`: runs a kernel, as `kernels.execution.run`.
+        `native`: as in `issue_transfers`; `launch`: runs a kernel, None: `kernels.execution.run`.
         """
         bases = self._bases(inp, out, self._scratch, self._table)
         if self._fill or self._last_input != inp:

@@ -13,7 +13,6 @@ import torch
 
 from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE
-from ...kernels.execution import run as run_kernel
 from ..algorithms.plan import CallKey, PlanCache
 from ..algorithms.schedule import shard_bounds
 from .hierarchical import LevelReduction
@@ -32,12 +31,13 @@ class ScheduledInterNode:
 
     ``transport``: its peers are the nodes, in order; ``end_call``: a function to call after the
     messages of a call: a barrier has none, and waits for the other nodes there; ``launch``: runs a
-    kernel, as `kernels.execution.run`. One call at a time; each blocks until its result is there.
+    kernel, None: `kernels.execution.run`. One call at a time; each blocks until its result is there.
     """
 
     def __init__(
-        self, transport, topology: Topology, end_call: Callable[[], None] = lambda: None, launch: Callable = run_kernel
-    ):
+        self, transport, topology: Topology, end_call: Callable[[], None] = lambda: None,
+        launch: Callable | None = None,
+    ):  # fmt: skip
         self._transport = transport
         self._end_call = end_call
         self._launch = launch
