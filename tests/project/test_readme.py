@@ -63,9 +63,15 @@ from collectives import _nccl
 from collectives.compression import NoCompression
 from collectives.gradients.ddp_reducer import DDPReducer
 
-methods = (DDPReducer.reduce_bucket, NoCompression.reduce, collectives.Communicator.all_reduce)
-names = {method.__code__: method.__qualname__ for method in (collectives.fused_allreduce, *methods)}
+methods = (collectives.fused_allreduce, DDPReducer.reduce_bucket, NoCompression.reduce)
+names = {method.__code__: method.__qualname__ for method in methods}
 hops = []
+compiled = collectives.Communicator.all_reduce  # it has no frame
+def all_reduce(*args, **options):
+    hops.append(compiled.__qualname__)
+    return compiled(*args, **options)
+
+collectives.Communicator.all_reduce = all_reduce
 def watch(frame, event, argument):
     if event == "call" and frame.f_code in names:
         hops.append(names[frame.f_code])
