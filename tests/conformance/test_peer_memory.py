@@ -117,6 +117,43 @@ def test_a_filter_that_allows_reading_alone(n):
     assert found in ([True] * n, ["no filters here"] * n)
 
 
+def write_refused(ctx, operation):
+    """Rank 1 may not write into the others' memory any more, after calls in which it did."""
+    comm = ctx.new_communicator(timeout=20.0)
+    whole = torch.zeros(ctx.size, COUNT // 2)
+    mine = whole[ctx.rank]
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(whole),
+        "broadcast": lambda: comm.broadcast(mine, 1),
+        "gather": lambda: comm.gather(whole if ctx.rank == 0 else None, mine, 0),
+        "scatter": lambda: comm.scatter(mine, whole if ctx.rank == 1 else None, 1),
+    }
+    call = calls[operation]
+    call()
+    if not all(ctx.exchange(ctx.rank != 1 or forbid(WRITEV))):
+        return None
+    try:
+        call()
+    except CollectivesError as error:
+        outcome = type(error).__name__
+    else:
+        outcome = "success"
+    ctx.barrier()
+    return outcome
+
+
+@pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "gather", "scatter"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_nobody_succeeds_without_what_a_rank_could_not_write(n, operation):
+    found = run_ranks(write_refused, n, operation, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": "0"}] * n)
+    if None in found:
+        pytest.skip("no filters here")
+    assert found[:2] == ["RemoteError", "TransportError"], found
+    if operation != "gather":  # of which rank 2 gets nothing
+        assert set(found[2:]) <= {"RemoteError"}, found
+
+
 NOT_SHARED = {"COLLECTIVES_SHARE_AFTER": "0"}
 F32 = 7
 
