@@ -155,6 +155,25 @@ def test_nobody_succeeds_without_what_a_rank_could_not_write(n, operation):
         assert set(found[2:]) <= {"RemoteError"}, found
 
 
+def beside_one_that_must_not(ctx):
+    comm = ctx.new_communicator(timeout=20.0)
+    array = comm.empty(COUNT // 4) if ctx.rank == 0 else torch.empty(COUNT // 4)
+    for call in range(2):
+        if call and ctx.rank == 0 and not forbid(WRITEV):
+            return "no filters here"
+        array.fill_(ctx.rank + 5)
+        comm.broadcast(array, 0)
+    ctx.barrier()
+    return bool((array == 5).all())
+
+
+@pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
+def test_no_rank_writes_by_the_kernel_where_one_must_not():
+    """COLLECTIVES_CMA=0 on one rank counts for all, also where the root's array is shared memory."""
+    env = [{"COLLECTIVES_SHARE_AFTER": "0", **({"COLLECTIVES_CMA": "0"} if rank == 1 else {})} for rank in range(3)]
+    assert set(run_ranks(beside_one_that_must_not, 3, fresh=True, env=env)) <= {True, "no filters here"}
+
+
 NOT_SHARED = {"COLLECTIVES_SHARE_AFTER": "0"}
 F32 = 7
 
