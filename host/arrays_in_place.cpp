@@ -153,6 +153,7 @@ void Collective::choose_path() {
     all_read = all_read && (published & kReads);
   }
   in_place = any && all && (all_read || !readable);
+  writes_apart = all_read;
   if (in_place) {
     rounds = 1;
     two_phase = false;
@@ -194,7 +195,7 @@ size_t Collective::written_by(int sender, int receiver) const {
   int parity = static_cast<int>(op.seq & 1);
   if (!(to->sharing[parity] & kTakes)) return 0;
   bool apart = !to->memory[parity].recv.extent.nbytes;
-  if (apart && !(c.segment->rank(sender)->sharing[parity] & kReads)) return 0;
+  if (apart && !writes_apart) return 0;
   size_t nbytes = op.bytes(), part = nbytes / static_cast<size_t>(c.size) / kPage * kPage;
   bool in_place_there = c.segment->rank(op.root)->sharing[parity] & kInPlace;
   size_t written = receiver == op.root ? nbytes - part : part;

@@ -372,9 +372,14 @@ bool Collective::advance() {
       c.wake_sleepers();
       return true;
     }
-    if (in_place) work_in_place();
-    else if (posted < rounds && ahead < kSlots && !in_lockstep(op.kind)) return true;  // a root posts before it consumes
-    else if (!posted) return true;                                                    // the first round was given up
+    if (in_place) {
+      work_in_place();
+      if (error) return true;  // and counts nothing: a rank that is to get something from here would take it for done
+    } else if (posted < rounds && ahead < kSlots && !in_lockstep(op.kind)) {
+      return true;  // a root posts before it consumes
+    } else if (!posted) {
+      return true;  // the first round was given up
+    }
   }
   if (in_place) {
     if (!peers_done()) return moved;

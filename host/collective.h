@@ -23,6 +23,7 @@ struct Collective {
   size_t stride = 0;      // bytes between the slices of a slot
   bool begun = false, checked = false, two_phase = false, mismatched = false;
   bool in_place = false;  // works on the peers' memory, without slots
+  bool writes_apart = true;  // may use the system to write; before the calls are compared it isn't known
   bool past_caches = false;
   int blocked_on = -1;
   Error error;

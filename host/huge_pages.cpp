@@ -1,11 +1,13 @@
 #include "huge_pages.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
@@ -23,8 +25,8 @@ constexpr size_t kHuge = 2 << 20;
 constexpr size_t kLeast = 256 << 10;
 // A block takes the system 1 to 2 ms, as much as it saves in 30 uses of 16 MiB, or in 150 of 1 MiB.
 constexpr int kUses = 16;
-// Uses until the system is asked again: the owner may have unmapped a block, and it costs less than
-// 1 us where nothing has changed; and after a refusal, which may have taken long.
+// Uses until the system is asked again: the owner may have unmapped a block, and it costs 5 us
+// where nothing has changed; and after a refusal, which may have taken long.
 constexpr int kAgain = 32, kAfterRefusal = 1024;
 constexpr int kAtOnce = 8;       // blocks in one call
 
@@ -47,25 +49,40 @@ std::mutex g_lock;
 [[maybe_unused]] const int g_fork_handlers =
     pthread_atfork([] { g_lock.lock(); }, [] { g_lock.unlock(); }, [] { g_lock.unlock(); });
 
-// Whether all of a block has memory: a huge page takes as much as the pages that it replaces.
-bool is_resident(void* block) {
-  unsigned char pages[kHuge / 4096];
-  if (mincore(block, kHuge, pages) != 0) return false;
-  return std::all_of(pages, pages + kHuge / page_size(), [](unsigned char page) { return page & 1; });
+// Whether all of a block is memory of this process alone, so that a huge page takes as much as the
+// pages that it replaces. It isn't where a page was only read so far (all of those are one page of
+// zeros), or where a forked process has it, too: the old pages stay there.
+bool is_private(uintptr_t block) {
+  constexpr uint64_t kPresent = uint64_t{1} << 63, kOfFile = uint64_t{1} << 61, kExclusive = uint64_t{1} << 56;
+  uint64_t pages[kHuge / 4096];
+  size_t count = kHuge / page_size();
+  int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  ssize_t got = pread(fd, pages, count * sizeof *pages, static_cast<off_t>(block / page_size() * sizeof *pages));
+  close(fd);
+  return got == static_cast<ssize_t>(count * sizeof *pages) && std::all_of(pages, pages + count, [](uint64_t page) {
+    return (page & (kPresent | kOfFile | kExclusive)) == (kPresent | kExclusive);
+  });
 }
 
-// Count one use of a block. true: the system was asked.
-bool use_block(uintptr_t address) {
+// Count one use of a block. true: now the system is to be asked, by this thread alone.
+bool count_use(uintptr_t address) {
   std::lock_guard<std::mutex> hold(g_lock);
   Block& block = g_blocks[address / kHuge % kBlocks];
   if (block.address != address) block = {address, 0};
   if (++block.uses < kUses) return false;
-  void* memory = reinterpret_cast<void*>(address);
+  block.uses = kUses - kAgain;
+  return true;
+}
+
+// Not under the lock: it may take long, and other threads have arrays, too, or fork.
+void ask_for_huge_page(uintptr_t address) {
   // In one step, whoever uses the memory meanwhile. Where the system has no huge page, or a device
   // has pinned the old pages, it refuses, and nothing has changed.
-  bool done = is_resident(memory) && madvise(memory, kHuge, MADV_COLLAPSE) == 0;
-  block.uses = kUses - (done ? kAgain : kAfterRefusal);
-  return true;
+  if (is_private(address) && madvise(reinterpret_cast<void*>(address), kHuge, MADV_COLLAPSE) == 0) return;
+  std::lock_guard<std::mutex> hold(g_lock);
+  Block& block = g_blocks[address / kHuge % kBlocks];
+  if (block.address == address) block.uses = kUses - kAfterRefusal;
 }
 
 }  // namespace
@@ -75,7 +92,11 @@ void note_ordinary_use(const void* array, size_t nbytes) {
   if (!allowed || nbytes < kLeast) return;
   uintptr_t first = reinterpret_cast<uintptr_t>(array), last = first + nbytes;
   int asked = 0;
-  for (uintptr_t at = first / kHuge * kHuge; at < last && asked < kAtOnce; at += kHuge) asked += use_block(at);
+  for (uintptr_t at = first / kHuge * kHuge; at < last && asked < kAtOnce; at += kHuge) {
+    if (!count_use(at)) continue;
+    ask_for_huge_page(at);
+    ++asked;
+  }
 }
 
 }  // namespace coll

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import re
@@ -115,6 +116,62 @@ def may_not_write(ctx):
 def test_a_filter_that_allows_reading_alone(n):
     found = run_ranks(may_not_write, n, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": "0"}] * n)
     assert found in ([True] * n, ["no filters here"] * n)
+
+
+def write_refused(ctx, operation):
+    """Rank 1 may not write into the others' memory any more, after calls in which it did."""
+    comm = ctx.new_communicator(timeout=20.0)
+    whole = torch.zeros(ctx.size, COUNT // 2)
+    mine = whole[ctx.rank]
+    calls = {
+        "all_reduce": lambda: comm.all_reduce(whole),
+        "broadcast": lambda: comm.broadcast(mine, 1),
+        "gather": lambda: comm.gather(whole if ctx.rank == 0 else None, mine, 0),
+        "scatter": lambda: comm.scatter(mine, whole if ctx.rank == 1 else None, 1),
+    }
+    call = calls[operation]
+    call()
+    if not all(ctx.exchange(ctx.rank != 1 or forbid(WRITEV))):
+        return None
+    try:
+        call()
+    except CollectivesError as error:
+        outcome = type(error).__name__
+    else:
+        outcome = "success"
+    ctx.barrier()
+    return outcome
+
+
+@pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "gather", "scatter"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_nobody_succeeds_without_what_a_rank_could_not_write(n, operation):
+    found = run_ranks(write_refused, n, operation, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": "0"}] * n)
+    if None in found:
+        pytest.skip("no filters here")
+    assert found[:2] == ["RemoteError", "TransportError"], found
+    if operation != "gather":  # of which rank 2 gets nothing
+        assert set(found[2:]) <= {"RemoteError"}, found
+
+
+def beside_one_that_must_not(ctx):
+    comm = ctx.new_communicator(timeout=20.0)
+    array = comm.empty(COUNT // 4) if ctx.rank == 0 else torch.empty(COUNT // 4)
+    for call in range(2):
+        if call and ctx.rank == 0 and not forbid(WRITEV):
+            return "no filters here"
+        array.fill_(ctx.rank + 5)
+        comm.broadcast(array, 0)
+    ctx.barrier()
+    return bool((array == 5).all())
+
+
+@pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
+def test_no_rank_writes_by_the_kernel_where_one_must_not():
+    """COLLECTIVES_CMA=0 on one rank counts for all, also where the root's array is shared memory."""
+    env = [{"COLLECTIVES_SHARE_AFTER": "0", **({"COLLECTIVES_CMA": "0"} if rank == 1 else {})} for rank in range(3)]
+    assert set(run_ranks(beside_one_that_must_not, 3, fresh=True, env=env)) <= {True, "no filters here"}
 
 
 NOT_SHARED = {"COLLECTIVES_SHARE_AFTER": "0"}
@@ -282,3 +339,32 @@ def test_huge_pages_by_use(after):
         pytest.skip("the system makes no huge page on demand")
     for same, more in found:
         assert same and (more >= 4 << 20 if after == "3" else more == 0), found
+
+
+def sent_beside_a_fork(ctx, forks):
+    """How much of the root's array comes into huge pages, where a forked process may have it, too."""
+    comm = ctx.new_communicator()
+    private = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not malloc's, which could be shared
+    array = torch.frombuffer(private, dtype=torch.uint8)
+    array.fill_(1)
+    before = huge_bytes(array)
+    child = os.fork() if forks else None
+    if child == 0:
+        signal.pause()
+    for _ in range(40):
+        comm.broadcast(array, 0)
+    more = huge_bytes(array) - before
+    if child:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    comm.close()
+    return more
+
+
+@pytest.mark.skipif("[never]" in _HUGE or not _HUGE, reason="no transparent huge pages here")
+def test_what_a_forked_process_has_too_is_not_taken_twice():
+    alone, forked = (run_ranks(sent_beside_a_fork, 2, forks, fresh=True)[0] for forks in (False, True))
+    if not alone:
+        pytest.skip("the system makes no huge page on demand")
+    # The peer's reading has given the root a page of its own for each that it has read, a half of the array.
+    assert alone >= 12 << 20 and forked <= 8 << 20, (alone, forked)
