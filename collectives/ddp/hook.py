@@ -69,9 +69,11 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
     buffer, index = bucket.buffer(), bucket.index()
     comm, short_path, ours = state.comm, state.short_path, None
     try:
-        if short_path.is_open and short_path.takes(state, bucket, index, buffer):
-            comm = short_path.comm
-            return short_path.reduce(state, bucket, index)
+        if short_path.is_open:
+            comm = short_path.comm  # before the checks: Ctrl-C in them must end it, too
+            if short_path.takes(state, bucket, index, buffer):
+                return short_path.reduce(state, bucket, index)
+            comm = state.comm
         ours = _describe(state, bucket, buffer, index)
         if ours.index == 0 and comm is None and state.process_group is None:
             for ddp in find_hooked_ddps(ours.params[0])[-1:]:

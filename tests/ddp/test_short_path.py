@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -290,3 +291,28 @@ def loses_a_rank(ctx, how):
 @pytest.mark.parametrize("how", ["killed", "mismatch"])
 def test_a_rank_that_fails(how):
     run_ranks(loses_a_rank, 2, how, env=ENV, deaths=(1,) if how == "killed" else ())
+
+
+@over_gloo
+def stopped(ctx):
+    """Ctrl-C on one rank in the checks before the bucket's all-reduce, for which the other rank waits."""
+    state = HookState()
+    ddp = wrap(make_model(), "torch", state)
+    settle(ddp, ctx.rank, state)
+    comm, count = state.short_path.comm, state.short_path._count
+    if ctx.rank == 0:
+        with mock.patch.object(count, "begin_backward", side_effect=KeyboardInterrupt):  # noqa: SIM117
+            with pytest.raises(KeyboardInterrupt):
+                step(ddp, 7, ctx.rank)
+    else:
+        with pytest.raises(errors.RemoteError):
+            step(ddp, 7, ctx.rank)
+    assert comm.closed and not state.short_path.is_open
+    del ddp
+    other = wrap(make_model(), "torch", state)
+    for number in range(SETTLED):
+        assert right(ctx, other, number)
+
+
+def test_an_interrupt_in_the_checks(tmp_path):
+    run(stopped, 2, tmp_path / "a", env=ENV)
