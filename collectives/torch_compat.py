@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -193,7 +194,9 @@ def find_negative_bit() -> tuple[int, int, int] | None:
     That is a bit of its dispatch keys, a word of its C++ object. The result: the place of that object's
     address in the Python object and of the word in the C++ object, in bytes, and the bit as a mask.
     Places differ between versions of torch, so the words are searched for what torch itself says that
-    they hold, in tensors that differ in their keys: there must be one place for all of them.
+    they hold, in tensors that differ in their keys: there must be one place for all of them. Some versions
+    keep the address elsewhere in a tensor that Python has let go of and finds again by a weak reference:
+    there it isn't found.
     """
     try:
         mask = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative).raw_repr()
@@ -202,6 +205,11 @@ def find_negative_bit() -> tuple[int, int, int] | None:
         samples = [plain, negative, plain.long(), torch.nn.Parameter(plain)]
         with torch.inference_mode():
             samples.append(torch.ones(3, device="cpu"))
+        owner, let_go = plain.clone(), plain.clone()
+        owner.grad = let_go
+        again = weakref.ref(let_go)
+        del let_go
+        samples.append(again())
         keys = [torch._C._dispatch_keys(each).raw_repr() for each in samples]
         addresses = [each._cdata for each in samples]
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # names that a version lacks

@@ -297,54 +297,6 @@ def test_an_error_while_reading_is_no_error_of_the_call():
     assert reader.read("no tensor at all") is None
 
 
-def negatives():
-    """Tensors whose memory holds their negatives, with one that is the same but for that."""
-    of = torch.ones(4)
-    yield torch._neg_view(of), of
-    yield torch._neg_view(of).resize_(2), of[:2]
-    yield torch._neg_view(of).as_strided((3,), (1,)), of[:3]
-    yield torch._neg_view(of)[1:].view(3, 1), of[1:].view(3, 1)
-    yield complex_ones(1).conj().imag, complex_ones(1).imag
-    yield torch._neg_view(of.bfloat16()), of.bfloat16()
-    yield torch.nn.Parameter(torch._neg_view(of)), torch.nn.Parameter(of)
-    with torch.inference_mode():
-        yield torch._neg_view(torch.ones(4)), torch.ones(4)
-    changed, plain = torch.ones(4), torch.ones(4)
-    changed.data = torch._neg_view(plain)
-    yield changed, plain
-
-
-@needs_table
-def test_the_bit_says_what_is_neg_says():
-    assert arrays._NEGATIVE_BIT is not None  # found in the torch that is installed
-    asks = reader_with(arrays._EXCHANGE)
-    looks = _nccl.ArrayReader(
-        1, 0, exchange=arrays._EXCHANGE, tensors=(torch.Tensor, torch.nn.Parameter), is_lazy=bool,
-        lazy_bit=arrays._NEGATIVE_BIT,
-    )  # fmt: skip
-    for negative, plain in negatives():
-        assert negative.is_neg() and not plain.is_neg()
-        assert looks.read(negative) is None
-        assert looks.read(plain) == (plain.data_ptr(), plain.numel(), TORCH_CODES[plain.dtype])
-        if type(plain) is torch.Tensor:
-            assert asks.read(negative) is None and asks.read(plain) == looks.read(plain)
-        changed = plain.detach().clone()
-        changed.data = negative.detach()  # the same object, now of other memory
-        assert looks.read(changed) is None
-        changed.data = plain.detach()
-        assert looks.read(changed) is not None
-
-
-@needs_table
-def test_a_bit_that_is_not_found_is_asked_for(monkeypatch):
-    from collectives import torch_compat
-
-    assert torch_compat.find_negative_bit() == arrays._NEGATIVE_BIT
-    monkeypatch.setattr(torch_compat, "_TENSOR_IMPL_BYTES", 64)  # as if the keys were behind that
-    assert torch_compat.find_negative_bit() is None
-    assert reader_with(arrays._EXCHANGE).read(torch._neg_view(torch.ones(3))) is None
-
-
 # ---- The calls.
 
 

@@ -39,4 +39,24 @@ inline void small_calls_ended(Rank& me) {
   OK(ncclCommAbort(me.comm));
 }
 
+// One thread of a rank is at the end of a small call while another one frees the communicator: the call
+// has begun, since the other ranks have the data of it.
+inline void small_call_freed(int n) {
+  for (int turn = 0; turn < 150; ++turn) {
+    std::atomic<int> done{0};
+    on_ranks(n, [&](Rank& me) {
+      std::thread caller([&] {
+        float x[16] = {};
+        ncclResult_t code = ncclAllReduce(x, x, 16, ncclFloat32, ncclSum, me.comm, nullptr);
+        CHECK(code == ncclSuccess || code == ncclRemoteError || code == ncclInvalidUsage);
+        ++done;
+      });
+      while (done == 0) std::this_thread::yield();
+      if ((turn + me.rank) % 2) OK(ncclCommDestroy(me.comm));
+      else OK(ncclCommAbort(me.comm));
+      caller.join();
+    }, true);
+  }
+}
+
 }  // namespace sanitize
