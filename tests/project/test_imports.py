@@ -42,7 +42,7 @@ MAX_FILE, MAX_CLASS, MAX_FUNCTION = 600, 300, 80  # lines
 # short enough leaves this list.
 EXCEPTIONS = {
     "collectives/_nccl.pyx": (
-        640, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
+        633, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
         845, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
     "collectives/sharded/agreement.py: Agreement": (
