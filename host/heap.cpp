@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "huge_pages.h"
 #include "malloc_mapping.h"
 #include "memory.h"
 #include "shared_by_use.h"
@@ -24,7 +25,6 @@
 namespace coll {
 namespace {
 
-constexpr size_t kHuge = 2 << 20;
 // A peer's file is mapped in windows of so many bytes: whatever is allocated and freed there, there
 // are few of them.
 constexpr size_t kWindow = 64 << 20;
@@ -131,7 +131,7 @@ bool open_heap(Error* error) {
 // where it is as large as one.
 bool take_extent(size_t nbytes, Extent* extent, Error* error) {
   Heap& h = heap();
-  size_t align = nbytes >= kHuge ? kHuge : page_size();
+  size_t align = nbytes >= kHugePage ? kHugePage : page_size();
   auto aligned = [align](uint64_t offset) { return (offset + align - 1) / align * align; };
   for (auto it = h.free.begin(); it != h.free.end(); ++it) {
     uint64_t first = it->first, last = first + it->second, from = aligned(first);
@@ -171,7 +171,7 @@ void give_back(Extent extent) {
 // Get the pages of an extent that is mapped at `address`: running out of memory is an error here,
 // and no signal later.
 int get_pages(const Extent& extent, void* address) {
-  if (extent.nbytes >= kHuge) madvise(address, extent.nbytes, MADV_HUGEPAGE);  // where the system allows it
+  if (extent.nbytes >= kHugePage) madvise(address, extent.nbytes, MADV_HUGEPAGE);  // where the system allows it
   int code = populate(address, extent.nbytes);
   if (code != EINVAL) return code == EFAULT ? ENOMEM : code;
   do code = posix_fallocate(heap().fd, static_cast<off_t>(extent.offset), static_cast<off_t>(extent.nbytes));  // before Linux 5.14
@@ -181,7 +181,7 @@ int get_pages(const Extent& extent, void* address) {
 
 // Map an extent of a file where the system likes, at a multiple of huge pages if it has one.
 char* map_extent(int fd, const Extent& extent) {
-  size_t slack = extent.nbytes >= kHuge ? kHuge : 0;
+  size_t slack = extent.nbytes >= kHugePage ? kHugePage : 0;
   void* space = mmap(nullptr, extent.nbytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) return nullptr;
   char* first = static_cast<char*>(space);

@@ -4,7 +4,6 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -13,6 +12,7 @@
 #include <mutex>
 
 #include "malloc_mapping.h"
+#include "shared_by_use.h"
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -21,7 +21,6 @@
 namespace coll {
 namespace {
 
-constexpr size_t kHuge = 2 << 20;
 constexpr size_t kLeast = 256 << 10;
 // A block takes the system 1 to 2 ms, as much as it saves in 30 uses of 16 MiB, or in 150 of 1 MiB.
 constexpr int kUses = 16;
@@ -31,8 +30,7 @@ constexpr int kAgain = 32, kAfterRefusal = 1024;
 constexpr int kAtOnce = 8;       // blocks in one call
 
 bool is_allowed() {
-  const char* text = getenv("COLLECTIVES_SHARE_AFTER");
-  if (text && *text && atoi(text) == 0) return false;
+  if (!may_share_by_use()) return false;
   FILE* file = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "re");
   if (!file) return false;
   char line[128] = {};
@@ -54,8 +52,8 @@ std::mutex g_lock;
 // zeros), or where a forked process has it, too: the old pages stay there.
 bool is_private(uintptr_t block) {
   constexpr uint64_t kPresent = uint64_t{1} << 63, kOfFile = uint64_t{1} << 61, kExclusive = uint64_t{1} << 56;
-  uint64_t pages[kHuge / 4096];
-  size_t count = kHuge / page_size();
+  uint64_t pages[kHugePage / 4096];
+  size_t count = kHugePage / page_size();
   int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   if (fd < 0) return false;
   ssize_t got = pread(fd, pages, count * sizeof *pages, static_cast<off_t>(block / page_size() * sizeof *pages));
@@ -68,7 +66,7 @@ bool is_private(uintptr_t block) {
 // Count one use of a block. true: now the system is to be asked, by this thread alone.
 bool count_use(uintptr_t address) {
   std::lock_guard<std::mutex> hold(g_lock);
-  Block& block = g_blocks[address / kHuge % kBlocks];
+  Block& block = g_blocks[address / kHugePage % kBlocks];
   if (block.address != address) block = {address, 0};
   if (++block.uses < kUses) return false;
   block.uses = kUses - kAgain;
@@ -79,9 +77,9 @@ bool count_use(uintptr_t address) {
 void ask_for_huge_page(uintptr_t address) {
   // In one step, whoever uses the memory meanwhile. Where the system has no huge page, or a device
   // has pinned the old pages, it refuses, and nothing has changed.
-  if (is_private(address) && madvise(reinterpret_cast<void*>(address), kHuge, MADV_COLLAPSE) == 0) return;
+  if (is_private(address) && madvise(reinterpret_cast<void*>(address), kHugePage, MADV_COLLAPSE) == 0) return;
   std::lock_guard<std::mutex> hold(g_lock);
-  Block& block = g_blocks[address / kHuge % kBlocks];
+  Block& block = g_blocks[address / kHugePage % kBlocks];
   if (block.address == address) block.uses = kUses - kAfterRefusal;
 }
 
@@ -92,7 +90,7 @@ void note_ordinary_use(const void* array, size_t nbytes) {
   if (!allowed || nbytes < kLeast) return;
   uintptr_t first = reinterpret_cast<uintptr_t>(array), last = first + nbytes;
   int asked = 0;
-  for (uintptr_t at = first / kHuge * kHuge; at < last && asked < kAtOnce; at += kHuge) {
+  for (uintptr_t at = first / kHugePage * kHugePage; at < last && asked < kAtOnce; at += kHugePage) {
     if (!count_use(at)) continue;
     ask_for_huge_page(at);
     ++asked;

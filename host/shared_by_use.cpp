@@ -42,6 +42,8 @@ std::atomic<int> g_until_sweep{kSweepEvery};
 
 }  // namespace
 
+bool may_share_by_use() { return g_least_uses > 0; }
+
 bool note_use(const void* address, size_t nbytes) {
   if (nbytes < kLeast || !g_least_uses) return false;
   void* memory = const_cast<void*>(address);

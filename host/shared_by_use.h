@@ -11,6 +11,9 @@
 
 namespace coll {
 
+// Whether memory is changed because of its use: COLLECTIVES_SHARE_AFTER isn't 0.
+bool may_share_by_use();
+
 // Count a use of memory that isn't shared, and share it if it is due. true: now it is shared.
 bool note_use(const void* address, size_t nbytes);
 

@@ -19,6 +19,7 @@ import torch
 
 from collectives.errors import CollectivesError, Mismatch
 from tests.ranks import Died, run_ranks
+from tests.stopping import give_up, outcome_of
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE = _SETTING.read_text() if _SETTING.exists() else ""
@@ -133,12 +134,7 @@ def write_refused(ctx, operation):
     call()
     if not all(ctx.exchange(ctx.rank != 1 or forbid(WRITEV))):
         return None
-    try:
-        call()
-    except CollectivesError as error:
-        outcome = type(error).__name__
-    else:
-        outcome = "success"
+    outcome = outcome_of(call, CollectivesError)
     ctx.barrier()
     return outcome
 
@@ -186,35 +182,16 @@ def given_up_while_written(ctx, count):
     comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
     x[:] = 1 + ctx.rank
     ctx.barrier()
+
+    def call():
+        comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
+
     if ctx.rank:
-        try:
-            comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
-        except Exception as error:
-            outcome = type(error).__name__
-        else:
-            outcome = "success"
+        outcome = outcome_of(call)
         ctx.barrier()
         return outcome
-    pids = ctx.pids
-
-    def stop():
-        while x[count // 2 + 4096] == 1:  # where rank 1 begins to write
-            pass
-        os.kill(pids[1], signal.SIGSTOP)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
     comm.set_timeout(1.5)
-    try:
-        comm.broadcast(x.ctypes.data, x.ctypes.data, count, F32, 1)
-    except Exception as error:
-        outcome = type(error).__name__
-    else:
-        outcome = "success"
-    finally:
-        thread.join()
-        x[:] = 7
-        os.kill(pids[1], signal.SIGCONT)
+    outcome = give_up(ctx, call, lambda: x[count // 2 + 4096] != 1, lambda: x.fill(7))  # where rank 1 begins to write
     ctx.barrier()
     return outcome, int((x != 7).sum())
 

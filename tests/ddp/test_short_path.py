@@ -8,13 +8,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import collectives
 from collectives import HookState, errors
 from collectives.recorder import Recorder, recording
 from collectives.rendezvous.process_groups import find_communicator
-from tests.ddp.training import BUCKET_MB, buckets_of, gradients, loss_of, make_model, over_gloo, run, wrap
+from tests.ddp.training import (
+    BUCKET_MB,
+    Fails,
+    FailsMidway,
+    buckets_of,
+    gradients,
+    loss_of,
+    make_model,
+    over_gloo,
+    run,
+    wrap,
+)
 from tests.ranks import run_ranks
 
 ENV = {"COLLECTIVES_OVERLAP": "0"}  # also where the ranks have cores to spare
@@ -225,30 +235,6 @@ def new_default_group(ctx, path):
 
 def test_a_new_default_group(tmp_path):
     run(new_default_group, 2, tmp_path / "a", str(tmp_path / "b"), env=ENV)
-
-
-class Fails(torch.autograd.Function):
-    on = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Fails.on:
-            raise ArithmeticError("in the middle of the backward")
-        return grad
-
-
-class FailsMidway(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = list(make_model().children())
-        self.first, self.second = nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
-
-    def forward(self, x):
-        return self.second(Fails.apply(self.first(x)))
 
 
 @over_gloo

@@ -127,3 +127,31 @@ def train(ddp, steps, rank, lr=0.1, accumulate=1, dtype=torch.float32):
         seen.append(gradients(ddp))
         optimizer.step()
     return seen, [p.detach().clone() for p in ddp.parameters()]
+
+
+class Fails(torch.autograd.Function):
+    """Passes through, and fails in backward when `on` is set."""
+
+    on = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Fails.on:
+            raise ArithmeticError("backward was to fail")
+        return grad
+
+
+class FailsMidway(nn.Module):
+    """The model of `make_model` with `Fails` in its middle."""
+
+    def __init__(self):
+        super().__init__()
+        layers = list(make_model().children())
+        self.first, self.second = nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
+
+    def forward(self, x):
+        return self.second(Fails.apply(self.first(x)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
-import threading
 
 import numpy as np
 
 from tests.ranks import run_ranks
+from tests.stopping import give_up, outcome_of
 
 F32, SUM = 7, 0
 
@@ -53,36 +52,21 @@ def stopped_while_it_writes(ctx, count):
     x[:] = 1
     y[:] = 0
     ctx.barrier()
+
+    def call():
+        comm.all_reduce(x.ctypes.data, y.ctypes.data, count, F32, SUM)
+
     if ctx.rank == 1:
-        try:
-            comm.all_reduce(x.ctypes.data, y.ctypes.data, count, F32, SUM)
-        except Exception as error:
-            outcome = type(error).__name__
-        else:
-            outcome = f"success: {np.unique(y).tolist()}"
+        outcome = outcome_of(call)
         ctx.barrier()
         return outcome
-    pids = ctx.pids
 
-    def stop():
-        while not y[count // 2]:  # where rank 1 begins to write
-            pass
-        os.kill(pids[1], signal.SIGSTOP)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    comm.set_timeout(1.5)
-    try:
-        comm.all_reduce(x.ctypes.data, y.ctypes.data, count, F32, SUM)
-    except Exception as error:
-        outcome = type(error).__name__
-    else:
-        outcome = "success"
-    finally:
-        thread.join()
+    def reuse():
         x[:] = 5
         y[:] = 7
-        os.kill(pids[1], signal.SIGCONT)
+
+    comm.set_timeout(1.5)
+    outcome = give_up(ctx, call, lambda: y[count // 2], reuse)  # where rank 1 begins to write
     ctx.barrier()
     return outcome, int((y != 7).sum())
 

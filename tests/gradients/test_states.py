@@ -13,7 +13,7 @@ import collectives
 from collectives import HookState, errors
 from collectives.ddp import hook as ddp
 from collectives.rendezvous import process_groups as torch_groups
-from tests.ddp.training import loss_of, make_model, over_gloo, run, train, wrap
+from tests.ddp.training import Fails, FailsMidway, loss_of, make_model, over_gloo, run, train, wrap
 
 
 def one_backward(model, rank):
@@ -203,32 +203,6 @@ def test_without_a_process_group():
 
 
 # ---- After something went wrong.
-
-
-class Fails(torch.autograd.Function):
-    """Passes through, and fails in backward when `on` is set."""
-
-    on = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Fails.on:
-            raise ArithmeticError("backward was to fail")
-        return grad
-
-
-class FailsMidway(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = list(make_model().children())
-        self.first, self.second = nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])
-
-    def forward(self, x):
-        return self.second(Fails.apply(self.first(x)))
 
 
 @over_gloo
