@@ -81,7 +81,7 @@ __all__ = [
     "issue_transfers",
     "pool_holds",
     "use_in_pools",
-    "with_short_path",
+    "with_fast_path",
 ]
 
 DTYPES = {

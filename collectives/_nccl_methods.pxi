@@ -1,19 +1,19 @@
-# The short path in front of the methods of `Communicator`: from the program's call to `ArrayCalls`
+# The fast path in front of the methods of `Communicator`: from the program's call to `ArrayCalls`
 # without a Python function between. One with five keyword defaults takes a tenth of a microsecond by
 # itself.
 
 
-def with_short_path(full, /):
+def with_fast_path(full, /):
     """Decorate a method of `Communicator` named as one of `ArrayCalls`.
 
-    The method tries the short path of the communicator's ``_fast_path``, and calls ``full`` for what
+    The method tries ``_fast_path`` of the communicator, and calls ``full`` for what
     it doesn't take. It has the signature and the documentation of ``full``.
     """
-    return update_wrapper(SHORT_METHODS[full.__name__](full), full)
+    return update_wrapper(FAST_METHODS[full.__name__](full), full)
 
 
 cdef inline ArrayCalls calls_of(comm):
-    """Return the short path of a communicator; None where it has none."""
+    """Return the fast path of a communicator; None where it has none."""
     calls = comm._fast_path
     return <ArrayCalls> calls if type(calls) is ArrayCalls else None
 
@@ -22,7 +22,7 @@ cdef inline bint is_native(ArrayCalls calls, algorithm):
     return calls.native_by_default if algorithm is None else algorithm == "native"
 
 
-def short_all_reduce(full):
+def fast_all_reduce(full):
     def all_reduce(self, array, op="sum", *, async_op=False, algorithm=None, stream=None, share=None, out=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and share is None and calls is not None and is_native(calls, algorithm):
@@ -32,7 +32,7 @@ def short_all_reduce(full):
     return all_reduce
 
 
-def short_reduce(full):
+def fast_reduce(full):
     def reduce(self, array, root=0, op="sum", *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and calls.reduce(array, root, op):
@@ -41,7 +41,7 @@ def short_reduce(full):
     return reduce
 
 
-def short_reduce_scatter(full):
+def fast_reduce_scatter(full):
     def reduce_scatter(self, out, inp, op="sum", *, async_op=False, algorithm=None, stream=None, share=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and share is None and calls is not None and is_native(calls, algorithm):
@@ -51,7 +51,7 @@ def short_reduce_scatter(full):
     return reduce_scatter
 
 
-def short_all_gather(full):
+def fast_all_gather(full):
     def all_gather(self, out, inp, *, async_op=False, algorithm=None, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and is_native(calls, algorithm):
@@ -61,7 +61,7 @@ def short_all_gather(full):
     return all_gather
 
 
-def short_broadcast(full):
+def fast_broadcast(full):
     def broadcast(self, array, root=0, *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and calls.broadcast(array, root):
@@ -70,7 +70,7 @@ def short_broadcast(full):
     return broadcast
 
 
-def short_all_to_all(full):
+def fast_all_to_all(full):
     def all_to_all(self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if output_split_sizes is None and input_split_sizes is None and not async_op and stream is None:
@@ -80,7 +80,7 @@ def short_all_to_all(full):
     return all_to_all
 
 
-def short_gather(full):
+def fast_gather(full):
     def gather(self, out, inp, root=0, *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and calls.gather(out, inp, root):
@@ -89,7 +89,7 @@ def short_gather(full):
     return gather
 
 
-def short_scatter(full):
+def fast_scatter(full):
     def scatter(self, out, inp, root=0, *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and calls.scatter(out, inp, root):
@@ -98,7 +98,7 @@ def short_scatter(full):
     return scatter
 
 
-def short_send(full):
+def fast_send(full):
     def send(self, array, peer, *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and calls.send(array, peer):
@@ -107,7 +107,7 @@ def short_send(full):
     return send
 
 
-def short_recv(full):
+def fast_recv(full):
     def recv(self, array, peer, *, async_op=False, stream=None):
         cdef ArrayCalls calls = calls_of(self)
         if not async_op and stream is None and calls is not None and calls.recv(array, peer):
@@ -116,8 +116,8 @@ def short_recv(full):
     return recv
 
 
-SHORT_METHODS = {
-    "all_reduce": short_all_reduce, "reduce": short_reduce, "reduce_scatter": short_reduce_scatter,
-    "all_gather": short_all_gather, "broadcast": short_broadcast, "all_to_all": short_all_to_all,
-    "gather": short_gather, "scatter": short_scatter, "send": short_send, "recv": short_recv,
+FAST_METHODS = {
+    "all_reduce": fast_all_reduce, "reduce": fast_reduce, "reduce_scatter": fast_reduce_scatter,
+    "all_gather": fast_all_gather, "broadcast": fast_broadcast, "all_to_all": fast_all_to_all,
+    "gather": fast_gather, "scatter": fast_scatter, "send": fast_send, "recv": fast_recv,
 }

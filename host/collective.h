@@ -35,7 +35,7 @@ struct Collective {
   void begin();
   bool advance();  // true: something moved
 
-  // The parts of a call that one round does, with nothing shared: short_path.cpp.
+  // The parts of a call that one round does, with nothing shared: fast_path.cpp.
   //
   // Whether this call is one; it depends on this rank's arrays, too, and the others may go the full
   // path.

@@ -5,7 +5,7 @@
 // communicator that it uses (order.h); the batch runs in the calling thread (NULL stream) or in a
 // queue's (queue.h); progress.cpp moves its collectives (collective.h) and transfers (transfer.h)
 // forward, none of which ever blocks, until all are done. A small blocking collective has a path of
-// its own between the first step and the last one: short_path.h.
+// its own between the first step and the last one: fast_path.h.
 #pragma once
 
 #include <stdint.h>
@@ -53,7 +53,7 @@ struct ncclComm {
 
   // Order. Every batch takes the next ticket of each communicator that it uses, under order_lock(),
   // and runs when all before it have ended. So operations take effect in call order, across queues,
-  // threads and the NULL stream. A short call (short_path.h) takes no ticket: it runs only where all
+  // threads and the NULL stream. A short call (fast_path.h) takes no ticket: it runs only where all
   // tickets are served, and the next ticket's batch waits until it has ended.
   std::atomic<uint64_t> order{0};         // next ticket, waiting threads, and the short call's bit: order.h
   std::mutex turn_lock;                   // guards turn and active
@@ -73,7 +73,7 @@ struct ncclComm {
   std::map<int, bool> claimed;  // channels whose pages are there
 
   std::atomic<uint64_t> sequence{0};      // collectives called, but for
-  std::atomic<uint64_t> short_calls{0};   // those by the short path; written by the call that runs
+  std::atomic<uint64_t> short_calls{0};   // those by the fast path; written by the call that runs
   std::atomic<int64_t> timeout_ns{0};
   std::atomic<uint64_t> step{0};          // of the program, by collHostCommSetStep
   std::atomic<bool> abort_flag{false}, revoke_flag{false};

@@ -6,7 +6,7 @@
 #include "order.h"
 #include "progress.h"
 #include "queue.h"
-#include "short_path.h"
+#include "fast_path.h"
 #include "system.h"
 
 namespace coll {

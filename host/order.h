@@ -37,7 +37,7 @@ Error become_active(ncclComm* comm, bool stop);
 void become_inactive(ncclComm* comm);
 void pass_turn(ncclComm* comm, uint64_t ticket);
 
-// For the short path: set its bit, if no ticket is out and nobody waits. From then on until the end an
+// For the fast path: set its bit, if no ticket is out and nobody waits. From then on until the end an
 // abort waits for it. false: nothing was done.
 bool begin_short_call(ncclComm* comm);
 // After that the communicator may be freed.

@@ -1,7 +1,7 @@
 """Communicator: the collectives of a set of ranks on torch, NumPy and CuPy arrays.
 
 All arguments are checked before anything is sent. An operation has two paths: the short one in C,
-of blocking calls on plain arrays (`_nccl.ArrayCalls`), which `with_short_path` puts before a
+of blocking calls on plain arrays (`_nccl.ArrayCalls`), which `with_fast_path` puts before a
 method, and the full one in `operations`, which takes what the short one refuses. `arguments` has
 the checks, `opening` and `closing` the begin and the end of a communicator.
 """
@@ -13,7 +13,7 @@ from hashlib import sha256
 
 import torch
 
-from .._nccl import with_short_path
+from .._nccl import with_fast_path
 from ..arrays import Reader
 from ..environment import read_switch
 from ..errors import InvalidUsage
@@ -148,7 +148,7 @@ class Communicator(CommMemory):
     def __reduce__(self):
         raise InvalidUsage("a communicator can't be pickled or copied: open one in each process", rank=self.rank)
 
-    @with_short_path
+    @with_fast_path
     def all_reduce(
         self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None, out=None
     ) -> Work | None:
@@ -166,7 +166,7 @@ class Communicator(CommMemory):
         """
         return operations.all_reduce(self, array, op, async_op, algorithm, stream, share, out)
 
-    @with_short_path
+    @with_fast_path
     def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
         """Reduce `array` over all ranks; `root` gets the result, in place.
 
@@ -174,7 +174,7 @@ class Communicator(CommMemory):
         """
         return operations.reduce(self, array, root, op, async_op, stream)
 
-    @with_short_path
+    @with_fast_path
     def reduce_scatter(
         self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
     ) -> Work | None:
@@ -186,7 +186,7 @@ class Communicator(CommMemory):
         """
         return operations.reduce_scatter(self, out, inp, op, async_op, algorithm, stream, share)
 
-    @with_short_path
+    @with_fast_path
     def all_gather(self, out, inp, *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
         """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
 
@@ -195,12 +195,12 @@ class Communicator(CommMemory):
         """
         return operations.all_gather(self, out, inp, async_op, algorithm, stream)
 
-    @with_short_path
+    @with_fast_path
     def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
         return operations.broadcast(self, array, root, async_op, stream)
 
-    @with_short_path
+    @with_fast_path
     def all_to_all(
         self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op: bool = False, stream=None
     ) -> Work | None:
@@ -214,7 +214,7 @@ class Communicator(CommMemory):
         """
         return operations.all_to_all(self, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
 
-    @with_short_path
+    @with_fast_path
     def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
 
@@ -223,7 +223,7 @@ class Communicator(CommMemory):
         """
         return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
-    @with_short_path
+    @with_fast_path
     def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
 
@@ -232,12 +232,12 @@ class Communicator(CommMemory):
         """
         return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
-    @with_short_path
+    @with_fast_path
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
         return operations.send_or_recv(self, "send", array, peer, async_op, stream)
 
-    @with_short_path
+    @with_fast_path
     def recv(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
         """Receive rank `peer`'s `send` into `array`. Takes any dtype. C: ncclRecv."""
         return operations.send_or_recv(self, "recv", array, peer, async_op, stream)

@@ -57,7 +57,7 @@ def agree(comm, deterministic: bool) -> None:
 
 
 def open_array_calls(comm):
-    """Return the short path of a communicator's blocking calls on plain arrays."""
+    """Return the fast path of a communicator's blocking calls on plain arrays."""
     if not isinstance(comm._native, Comm):
         return NoFastPath()
     current_device = None if comm._on_host or comm._checks_calls else cuda_get_device()

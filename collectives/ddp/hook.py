@@ -67,12 +67,12 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
     buffer, index = bucket.buffer(), bucket.index()
-    comm, short_path, ours = state.comm, state.short_path, None
+    comm, fast_path, ours = state.comm, state.fast_path, None
     try:
-        if short_path.is_open:
-            comm = short_path.comm  # before the checks: Ctrl-C in them must end it, too
-            if short_path.takes(state, bucket, index, buffer):
-                return short_path.reduce(state, bucket, index)
+        if fast_path.is_open:
+            comm = fast_path.comm  # before the checks: Ctrl-C in them must end it, too
+            if fast_path.takes(state, bucket, index, buffer):
+                return fast_path.reduce(state, bucket, index)
             comm = state.comm
         ours = _describe(state, bucket, buffer, index)
         if ours.index == 0 and comm is None and state.process_group is None:
@@ -89,10 +89,10 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
             state.share_memory(comm, ours)
         last = bucket.is_last()
         future = state.reducer.reduce_bucket(comm, ours, buffer, last)
-        short_path.remember(state, ours, future, last)
+        fast_path.remember(state, ours, future, last)
         return future
     except CollectivesError as error:
-        short_path.close()
+        fast_path.close()
         ours = ours or _describe(state, bucket, buffer, index)
         cause, failed = (error.error, error.bucket) if isinstance(error, BucketError) else (error, ours)
         if comm is not None and not isinstance(cause, InvalidArgument):
@@ -104,7 +104,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one. A
         # later backward's buckets would be matched with theirs of this one. The end of the
         # communicator gives them an error instead.
-        short_path.close()
+        fast_path.close()
         ours = ours or _describe(state, bucket, buffer, index)
         if comm is not None:
             close_comm_streams(comm, abort=True)

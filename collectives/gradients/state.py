@@ -16,7 +16,7 @@ from ..torch_compat import open_process_groups
 from .compilation import compile_gradient_kernels
 from .compiled import register_state
 from .ddp_reducer import DDPReducer
-from .ddp_short_path import ShortPath
+from .ddp_fast_path import FastPath
 from .optimizer_in_backward import OptimizerInBackward
 from .options import HookOptions
 from .pipeline import GradientPipeline
@@ -140,7 +140,7 @@ class HookState:
         self.compressor = self.pipeline.compressor
         # Other compressors send from memory of their own.
         self.shares_memory = zero_copy and isinstance(self.compressor, NoCompression)
-        self.reducer, self.short_path = DDPReducer(self.pipeline), ShortPath()
+        self.reducer, self.fast_path = DDPReducer(self.pipeline), FastPath()
         self.grad_scaler = grad_scaler
         if optimizer is not None:
             self.optimizer = optimizer

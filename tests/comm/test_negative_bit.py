@@ -1,4 +1,4 @@
-"""The bit by which the short path finds that a tensor's memory holds the negatives of its values."""
+"""The bit by which the fast path finds that a tensor's memory holds the negatives of its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Small blocking calls, which take no lock (host/short_path.h), beside what waits for them.
+// Small blocking calls, which take no lock (host/fast_path.h), beside what waits for them.
 #pragma once
 
 #include <unistd.h>

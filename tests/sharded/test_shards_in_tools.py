@@ -74,7 +74,7 @@ def whole_tensors(ctx, model):
         if ctx.size == 3 and name not in ("emb.weight", "small", "net.0.bias"):  # with fewer cores each call takes long
             continue
         want = theirs[name]
-        # Operations on a plain Parameter and its plain gradient take torch's short path.
+        # Operations on a plain Parameter and its plain gradient take torch's fast path.
         assert type(param) is nn.Parameter and type(param.grad) is torch.Tensor
         assert param.global_shape == param.grad.global_shape == want.shape
         for ours_, theirs_ in ((param, want), (param.grad, want.grad)):

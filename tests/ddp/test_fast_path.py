@@ -1,4 +1,4 @@
-"""The short path of the hook: the same bits as the full one, and left for it at the first difference."""
+"""The fast path of the hook: the same bits as the full one, and left for it at the first difference."""
 
 import gc
 import os
@@ -44,7 +44,7 @@ def step(ddp, number, rank):
 def settle(ddp, rank, state=None, steps=SETTLED):
     for number in range(steps):
         step(ddp, number, rank)
-    assert state_of(state).short_path.is_open
+    assert state_of(state).fast_path.is_open
 
 
 def mean_of_ranks(model, number, size):
@@ -74,7 +74,7 @@ def same_bits(ctx, views, cap):
     for number in range(9):
         assert right(ctx, ddp, number)
         optimizer.step()
-        open_after.append(state.short_path.is_open)
+        open_after.append(state.fast_path.is_open)
     totals, count = state.stats(), sum(p.numel() for p in ddp.parameters())
     assert totals["backwards"] - before["backwards"] == 9
     assert totals["bytes_on_wire"] == totals["bytes_as_fp32"] == 9 * count * 4 * 2 * (ctx.size - 1) // ctx.size
@@ -101,7 +101,7 @@ def changes(ctx):
     settle(ddp, ctx.rank, state)
     with ddp.no_sync():
         step(ddp, 6, ctx.rank)
-    assert state.short_path.is_open and right(ctx, ddp, 7)
+    assert state.fast_path.is_open and right(ctx, ddp, 7)
 
     recording.active = recorder = Recorder()
     try:
@@ -117,7 +117,7 @@ def changes(ctx):
 
     with ddp.join():
         assert right(ctx, ddp, 10)
-    assert not state.short_path.is_open
+    assert not state.fast_path.is_open
     del ddp
 
     ddp = wrap(make_model(), "torch", state)
@@ -130,12 +130,12 @@ def changes(ctx):
     other = wrap(make_model(), "torch", state)
     for number in range(8):
         assert right(ctx, other, number)
-    assert state.short_path.is_open
+    assert state.fast_path.is_open
     own = collectives.optim.AdamW(other.parameters(), lr=0.01)
     before = [p.detach().clone() for p in other.parameters()]
     state.optimizer = own
     step(other, 13, ctx.rank)
-    assert not state.short_path.is_open
+    assert not state.fast_path.is_open
     assert not any(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
@@ -145,7 +145,7 @@ def test_what_differs_takes_the_full_path(tmp_path):
 
 @over_gloo
 def uneven(ctx):
-    """The ranks have other numbers of batches; all steps before are on the short path."""
+    """The ranks have other numbers of batches; all steps before are on the fast path."""
     state = HookState()
     ddp = wrap(make_model(), "torch", state)
     settle(ddp, ctx.rank, state)
@@ -172,7 +172,7 @@ def two_modules(ctx, own):
     settle(first, ctx.rank, state)
     assert right(ctx, second, 3) and right(ctx, first, 4)
     settle(second, ctx.rank, state)
-    path = state_of(state).short_path
+    path = state_of(state).fast_path
     del second
     gc.collect()
     assert not path.is_open and not path._buckets  # which hold the buffers
@@ -196,7 +196,7 @@ def other_buffers(ctx):
     for change in ("copy", "dtype", "memory", "index"):
         ddp = wrap(make_model(), "torch", state, gradient_as_bucket_view=True)
         settle(ddp, ctx.rank, state)
-        path, index = state.short_path, 0
+        path, index = state.fast_path, 0
         buffer = path._buckets[0].buffer
         if change == "copy":
             buffer = buffer.clone()
@@ -269,7 +269,7 @@ def loses_a_rank(ctx, how):
     with pytest.raises(errors.RemoteError if how == "killed" else errors.Mismatch, match=text) as raised:
         step(ddp, 7, ctx.rank)
     assert how == "mismatch" or raised.value.peers == (1,)
-    assert not state.short_path.is_open
+    assert not state.fast_path.is_open
     state.comm.abort()
     dist.destroy_process_group()
 
@@ -285,7 +285,7 @@ def stopped(ctx):
     state = HookState()
     ddp = wrap(make_model(), "torch", state)
     settle(ddp, ctx.rank, state)
-    comm, count = state.short_path.comm, state.short_path._count
+    comm, count = state.fast_path.comm, state.fast_path._count
     if ctx.rank == 0:
         with mock.patch.object(count, "begin_backward", side_effect=KeyboardInterrupt):  # noqa: SIM117
             with pytest.raises(KeyboardInterrupt):
@@ -293,7 +293,7 @@ def stopped(ctx):
     else:
         with pytest.raises(errors.RemoteError):
             step(ddp, 7, ctx.rank)
-    assert comm.closed and not state.short_path.is_open
+    assert comm.closed and not state.fast_path.is_open
     del ddp
     other = wrap(make_model(), "torch", state)
     for number in range(SETTLED):

@@ -1,4 +1,4 @@
-// The short path of one blocking collective of a few KiB, which takes no lock and allocates nothing.
+// The fast path of one blocking collective of a few KiB, which takes no lock and allocates nothing.
 #pragma once
 
 #include "coll/host_abi.h"

@@ -1,4 +1,4 @@
-"""The host engine's short path of small blocking calls beside its full path: the same results, order and errors."""
+"""The host engine's fast path of small blocking calls beside its full path: the same results, order and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cases_of(n, dtypes, ops) -> list[Case]:
 
 
 def on_every_path(ctx, dtypes, ops):
-    """Run the same calls on the short path of all ranks, and with some ranks on the full one."""
+    """Run the same calls on the fast path of all ranks, and with some ranks on the full one."""
     queue = ctx.library.queue_create()
     cases = cases_of(ctx.size, dtypes, ops)
     found = run_cases(ctx, cases)

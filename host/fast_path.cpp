@@ -1,4 +1,4 @@
-// The short path of one blocking collective of a few KiB.
+// The fast path of one blocking collective of a few KiB.
 //
 // It does what the full path does in the first round, and publishes the same, so that each rank
 // chooses its path by itself: its peers can't know it. What it leaves out is the work around the
@@ -6,7 +6,7 @@
 // search for memory that could be used in place, and the fence before the data of the peers is read.
 // Where a peer isn't there after the spins, or has called something else, the full path's loop does
 // the rest, with all that it watches.
-#include "short_path.h"
+#include "fast_path.h"
 
 #include "collective.h"
 #include "error.h"

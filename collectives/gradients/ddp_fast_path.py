@@ -1,4 +1,4 @@
-"""ShortPath: the buckets of a DDP module whose backward is as its last one was.
+"""FastPath: the buckets of a DDP module whose backward is as its last one was.
 
 `DDPReducer` has the full path, which takes every option and looks up what a bucket doesn't say. The
 short one averages a bucket in the hook's call, on the host, where nothing has changed since the
@@ -20,7 +20,7 @@ from ..recorder import recording
 from ..torch_patches import count_hook_registrations, find_hooked_ddps
 from .step_count import find_step_count
 
-__all__ = ["ShortPath"]
+__all__ = ["FastPath"]
 
 
 class _KnownBucket(NamedTuple):
@@ -36,8 +36,8 @@ class _KnownBucket(NamedTuple):
     future: torch.futures.Future  # complete, of `buffer`: a new one takes as long as all else here
 
 
-class ShortPath:
-    """The short path of one `HookState`.
+class FastPath:
+    """The fast path of one `HookState`.
 
     It is open after two backwards of one module on the full path with the same buffers, if these
     had no stages and kept no buckets, and if all buffers are registered that will be. Then it takes
@@ -115,7 +115,7 @@ class ShortPath:
         self._other_comms = [each.comm for each in pipeline.comm_streams if each.comm is not self.comm]
         return True
 
-    # ---- The short path.
+    # ---- The fast path.
 
     def takes(self, state, bucket: dist.GradBucket, index: int, buffer: torch.Tensor) -> bool:
         """Return whether a bucket is as in the last backward; `reduce` must follow then.
