@@ -15,8 +15,8 @@ from ..rendezvous.process_groups import get_default_group
 from ..torch_compat import open_process_groups
 from .compilation import compile_gradient_kernels
 from .compiled import register_state
-from .ddp_reducer import DDPReducer
 from .ddp_fast_path import FastPath
+from .ddp_reducer import DDPReducer
 from .optimizer_in_backward import OptimizerInBackward
 from .options import HookOptions
 from .pipeline import GradientPipeline
