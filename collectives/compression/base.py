@@ -122,17 +122,16 @@ class NoCompression(Compressor):
             return "native" if comm._on_host else "direct"  # the ones that sum in rank order
         return self.algorithm
 
-    def plain_reduction(self, comm, scaling: Scaling, dtype: torch.dtype) -> tuple[str, str | None] | None:
-        """Return the op and the algorithm of the one all-reduce that `reduce` is; None where it applies
-        factors, too.
+    def plan(self, comm, scaling: Scaling, dtype: torch.dtype) -> tuple[ReductionPlan, str | None]:
+        """Return how `reduce` takes a bucket of a dtype: the factors and the op of its one all-reduce, and the
+        algorithm of that.
         """
         algorithm = self.choose_algorithm(comm)
-        plan = plan_reduction(comm, scaling, dtype, algorithm)
-        return (plan.op, algorithm) if plan == (plan.op,) + ReductionPlan()[1:] and isinstance(plan.op, str) else None
+        return plan_reduction(comm, scaling, dtype, algorithm), algorithm
 
     def reduce(self, comm, bucket, scaling, *, grad_stats=None):
-        flat, algorithm = bucket.flat, self.choose_algorithm(comm)
-        plan = plan_reduction(comm, scaling, flat.dtype, algorithm)
+        flat = bucket.flat
+        plan, algorithm = self.plan(comm, scaling, flat.dtype)
         plan.before(flat)
         if grad_stats is None:
             comm.all_reduce(flat, plan.op, algorithm=algorithm)
@@ -155,8 +154,8 @@ class NoCompression(Compressor):
         return plan_reduction(comm, scaling, dtype, self.choose_algorithm(comm)).fold_into_step(dtype)[1]
 
     def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None, folded=False):
-        flat, algorithm = bucket.flat, self.choose_algorithm(comm)
-        plan = plan_reduction(comm, scaling, flat.dtype, algorithm)
+        flat = bucket.flat
+        plan, algorithm = self.plan(comm, scaling, flat.dtype)
         if folded:
             plan, _ = plan.fold_into_step(flat.dtype)
         plan.before(flat)

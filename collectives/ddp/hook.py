@@ -92,7 +92,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         fast_path.remember(state, ours, future, last)
         return future
     except CollectivesError as error:
-        fast_path.close()
+        fast_path.close(failed=True)
         ours = ours or _describe(state, bucket, buffer, index)
         cause, failed = (error.error, error.bucket) if isinstance(error, BucketError) else (error, ours)
         if comm is not None and not isinstance(cause, InvalidArgument):
@@ -104,7 +104,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
         # KeyboardInterrupt, MemoryError: the other ranks are further on or wait for this one. A
         # later backward's buckets would be matched with theirs of this one. The end of the
         # communicator gives them an error instead.
-        fast_path.close()
+        fast_path.close(failed=True)
         ours = ours or _describe(state, bucket, buffer, index)
         if comm is not None:
             close_comm_streams(comm, abort=True)
@@ -128,7 +128,7 @@ def _on_register(ddp, state, hook) -> None:
     if hook is not fused_allreduce:
         return
     rebuild_in_shareable_memory(ddp)
-    count_steps(ddp.parameters())
+    count_steps(ddp.parameters(), ddp)
     publish_process()  # so that the others notice the end of this process before its first gradients, too
     if state is None:
         check_group(ddp)

@@ -1,8 +1,9 @@
 """FastPath: the buckets of a DDP module whose backward is as its last one was.
 
 `DDPReducer` has the full path, which takes every option and looks up what a bucket doesn't say. The
-short one averages a bucket in the hook's call, on the host, where nothing has changed since the
-last backward on the full path, and leaves every other bucket to that.
+fast one averages a bucket where nothing has changed since the last backward on the full path, on the
+host in the hook's call and on CUDA on the bucket's communication stream. It leaves every other bucket
+to the full path.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
-from ..compression import Bucket, NoCompression, ring_bytes
+from ..compression import Bucket, NoCompression, ReductionPlan, ring_bytes
+from ..cuda_state import on_stream, wait_for_stream
 from ..recorder import recording
 from ..torch_patches import count_hook_registrations, find_hooked_ddps
 from .step_count import find_step_count
@@ -29,25 +31,39 @@ class _KnownBucket(NamedTuple):
     buffer: torch.Tensor
     address: int
     comm: Communicator
-    op: str
+    stream: torch.cuda.Stream | None  # None: on the host
+    plan: ReductionPlan
     algorithm: str | None
     sent: int  # bytes
     as_fp32: int
     future: torch.futures.Future  # complete, of `buffer`: a new one takes as long as all else here
+
+    def reduce(self, ready_event: torch.cuda.Event | None) -> None:
+        if self.stream is None:
+            self.comm.all_reduce(self.buffer, self.plan.op, algorithm=self.algorithm)
+            return
+        with on_stream(self.stream, ready_event):
+            self.plan.before(self.buffer)
+            self.comm.all_reduce(self.buffer, self.plan.op, algorithm=self.algorithm)
+            self.plan.after(self.buffer)
 
 
 class FastPath:
     """The fast path of one `HookState`.
 
     It is open after two backwards of one module on the full path with the same buffers, if these
-    had no stages and kept no buckets, and if all buffers are registered that will be. Then it takes
-    buckets as long as the module, its ranks, its options and its buffers are the same; the first
-    difference closes it. It holds the buffers while it is open, at most until the module is freed.
+    were plain, and if all buffers are registered that will be. Then it takes buckets as long as the
+    module, its ranks, its options and its buffers are the same; the first difference closes it. It
+    holds the buffers while it is open, at most until the module is freed.
+
+    On CUDA its futures don't wait for the communication streams: the last bucket makes the current
+    stream wait for them, as on the full path. So it serves a module whose hook is `fused_allreduce`
+    itself, since a hook around that would use the bucket before.
     """
 
     __slots__ = (
         "__weakref__", "_addresses", "_buckets", "_count", "_ddp", "_ddp_group", "_group", "_hooks", "_other_comms",
-        "_owner", "comm", "is_open",
+        "_owner", "_streams", "_unjoined", "comm", "is_open",
     )  # fmt: skip
 
     def __init__(self):
@@ -62,16 +78,27 @@ class FastPath:
         self._other_comms: list[Communicator] = []  # of streams
         self._buckets: list[_KnownBucket] = []
         self._addresses: list[int] = []  # of the buffers in the backward before
+        self._streams: list[torch.cuda.Stream] = []  # on which the buckets are averaged; on the host none
+        self._unjoined: list[torch.cuda.Stream] = []  # those that the current stream must wait for
 
-    def close(self) -> None:
-        """Leave the next buckets to the full path."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the next buckets to the full path. `failed`: the collectives are ended in another way."""
         self.is_open = False
+        if failed:
+            self._unjoined = []
+        self._join_streams()
         self._buckets = []
+
+    def _join_streams(self) -> None:
+        """Make the current stream wait for the buckets on their way."""
+        streams, self._unjoined = self._unjoined, []
+        for stream in streams:
+            wait_for_stream(stream)
 
     # ---- The full path.
 
     def remember(self, state, bucket: Bucket, future: torch.futures.Future, last: bool) -> None:
-        """Record a bucket that the full path has averaged; opens the short one after the last."""
+        """Record a bucket that the full path has averaged; opens the fast one after the last."""
         if bucket.index == 0:
             self.close()
             if not self._remember_module(state, bucket.params[0]):
@@ -80,13 +107,21 @@ class FastPath:
         if bucket.index != len(self._buckets) or pipeline.comm is not self.comm:
             self.close()
             return
-        comm = pipeline.comm_streams[bucket.index % len(pipeline.comm_streams)].comm
-        plain = pipeline.compressor.plain_reduction(comm, pipeline.scaling, buffer.dtype)
-        if plain is None or future.value() is not buffer:  # else a complex one
+        comm_stream = pipeline.comm_streams[bucket.index % len(pipeline.comm_streams)]
+        comm, stream = comm_stream.comm, comm_stream.stream
+        plan, algorithm = pipeline.compressor.plan(comm, pipeline.scaling, buffer.dtype)
+        if not isinstance(plan.op, str) or future.value() is not buffer:  # else a complex one
+            self.close()
+            return
+        if stream is not None:
+            future = torch.futures.Future()  # without a device, so that it costs DDP no events
+            future.set_result(buffer)
+        elif not plan.is_plain:
             self.close()
             return
         counts = ring_bytes(buffer, comm.size, 2), state.reducer.count_fp32_bytes(bucket)
-        self._buckets.append(_KnownBucket(buffer, buffer.data_ptr(), comm, *plain, *counts, future))
+        known = _KnownBucket(buffer, buffer.data_ptr(), comm, stream, plan, algorithm, *counts, future)
+        self._buckets.append(known)
         if last:
             before, self._addresses = self._addresses, [each.address for each in self._buckets]
             settled = not state.shares_memory or state._registrations.is_settled()
@@ -103,16 +138,21 @@ class FastPath:
         if not isinstance(pipeline.compressor, NoCompression) or pipeline.buckets.warn_in:
             return False
         ddp, path = ddps[0], weakref.ref(self)
+        if count.ddp is None or count.ddp() is not ddp:  # a hook of the user's, or its module has another one
+            return False
 
         def release_buffers(reference):
             if (found := path()) is not None and found._ddp is reference:
-                found.close()
+                found.is_open = False
+                if not found._unjoined:  # else the buffers are in use, until `close`
+                    found._buckets = []
 
         self._owner, self._ddp_group = weakref.ref(param), weakref.ref(ddp.process_group)
         self._ddp = weakref.ref(ddp, release_buffers)
         self._group = None if state.comm is not None else weakref.ref(state.get_process_group())
         self._count, self._hooks, self.comm = count, count_hook_registrations(), pipeline.comm
         self._other_comms = [each.comm for each in pipeline.comm_streams if each.comm is not self.comm]
+        self._streams = [each.stream for each in pipeline.comm_streams if each.stream is not None]
         return True
 
     # ---- The fast path.
@@ -131,18 +171,22 @@ class FastPath:
         return False
 
     def reduce(self, state, bucket: dist.GradBucket, index: int) -> torch.futures.Future:
-        """Average a bucket that it `takes`, in place; blocks. Raises what `Communicator.all_reduce` does."""
+        """Average a bucket that it `takes`, in place; blocks on the host. Raises what
+        `Communicator.all_reduce` does.
+        """
         begun = time.perf_counter_ns()
         pipeline, known = state.pipeline, self._buckets[index]
-        known.comm.all_reduce(known.buffer, known.op, algorithm=known.algorithm)
+        known.reduce(None if known.stream is None else state.reducer.ready_event(known.comm.device))
         pipeline.count(1, known.sent, known.as_fp32)
         if bucket.is_last():
+            self._join_streams()
             pipeline.end_backward(state.reducer.gradients)
         pipeline.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return known.future
 
     def _begin_backward(self, state, bucket: dist.GradBucket) -> bool:
         """Begin a backward if module, ranks and options are those of the last one; else False."""
+        self._join_streams()  # of a backward that was interrupted
         pipeline, ddp, comm, count = state.pipeline, self._ddp(), self.comm, self._count
         if ddp is None or self._hooks != count_hook_registrations() or count.replaced:
             return False
@@ -154,6 +198,7 @@ class FastPath:
             return False
         if pipeline.stages or pipeline.buckets.warn_in or not self._has_same_ranks(state):
             return False
+        self._unjoined = self._streams
         pipeline.bytes_on_wire = 0
         count.begin_backward(comm, *self._other_comms)
         return True

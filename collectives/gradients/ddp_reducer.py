@@ -75,7 +75,7 @@ class DDPReducer:
         self._comm: Communicator | None = None  # over which `_overlaps` holds
         self._overlaps = False
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
-        self._joins = False  # whether this backward is inside of DDP's join()
+        self.is_plain = False  # whether nothing but its own reduction was done with each bucket of the newest backward
         self._saved = None  # the saved layout that this backward uses
         # By device: the event by which communication streams wait for gradients.
         self._ready_events: dict[torch.device, torch.cuda.Event] = {}
@@ -93,11 +93,6 @@ class DDPReducer:
     def pending(self) -> int:
         """The number of buckets of an unfinished backward."""
         return len(self._pending)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the newest backward's buckets are reduced one by one, each in the hook's call."""
-        return not (self._keeps or self._joins)
 
     def reduce_bucket(self, comm: Communicator, bucket: Bucket, buffer, last: bool) -> torch.futures.Future:
         """Reduce a bucket.
@@ -153,13 +148,14 @@ class DDPReducer:
         if comm is not self._comm:
             self._comm, self._overlaps = comm, comm._on_host and should_overlap(comm)
         step = pipeline.optimizer_step
-        self._joins = check_join(
+        joins = check_join(
             params, average=pipeline.options.average, defers_step=step is not None and pipeline.scaler is not None
         )
-        self._count_step(params[0], comm, self._joins)
+        self._count_step(params[0], comm, joins)
         depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
         self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
-        self._keeps = depends_on_layout or self._overlaps or not comm._on_host or bool(pipeline.stages)
+        waits_for_all = depends_on_layout or self._overlaps or bool(pipeline.stages)
+        self._keeps, self.is_plain = waits_for_all or not comm._on_host, not (waits_for_all or joins)
         ddp = None
         if step is not None:
             pipeline.compare_hyperparameters()
@@ -214,14 +210,17 @@ class DDPReducer:
 
     def _reduce_on_stream(self, pending: PendingBucket) -> None:
         comm_stream = pending.comm_stream
-        device = comm_stream.comm.device
-        ready_event = self._ready_events.get(device)
-        if ready_event is None:
-            ready_event = self._ready_events[device] = torch.cuda.Event()
-        with on_stream(comm_stream.stream, ready_event):
+        with on_stream(comm_stream.stream, self.ready_event(comm_stream.comm.device)):
             pending.nbytes = self.gradients.reduce(pending.bucket, comm_stream)
             if not self.pipeline.stages:
                 pending.complete()
+
+    def ready_event(self, device: torch.device) -> torch.cuda.Event:
+        """Return the event by which a device's communication streams wait for gradients."""
+        event = self._ready_events.get(device)
+        if event is None:
+            event = self._ready_events[device] = torch.cuda.Event()
+        return event
 
     def _reduce_on_thread(self, pending: PendingBucket) -> None:
         """Reduce a bucket; keep an error in `pending`."""
@@ -249,7 +248,8 @@ class DDPReducer:
         self._join_streams()
         self.gradients.buckets = [pending.bucket for pending in self._pending]
         self.pipeline.end_backward(self.gradients)
-        self.pipeline.buckets.remember([pending.bucket.params for pending in self._pending], self._saved)
+        if self._pending and self._pending[0].bucket.index == 0:  # else the fast path has reduced the first ones
+            self.pipeline.buckets.remember([pending.bucket.params for pending in self._pending], self._saved)
         self._complete()
 
     def _wait_for_threads(self, comm_stream: CommStream | None = None) -> None:

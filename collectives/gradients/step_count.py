@@ -32,6 +32,7 @@ class StepCount:
 
     def __init__(self):
         self.has_stepped = self.replaced = False
+        self.ddp: weakref.ref | None = None  # the DDP object whose own hook counts
         self._steps = 0
         self._comms: list[weakref.ref] = []
 
@@ -57,10 +58,11 @@ class StepCount:
             set_step(each, self._steps)
 
 
-def count_steps(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Count the steps of the optimizers of a module's parameters."""
+def count_steps(parameters: Iterable[torch.nn.Parameter], ddp=None) -> None:
+    """Count the steps of the optimizers of a module's parameters. `ddp`: the DDP object of a hook."""
     _register_hook()
     count = StepCount()
+    count.ddp = None if ddp is None else weakref.ref(ddp)
     for parameter in parameters:
         before = _counts.get(parameter)
         if before is not None:
