@@ -313,4 +313,4 @@ def train(arguments, comm):
 
 
 if __name__ == "__main__":
-    sys.exit(jobs.run(train, parse_arguments(), gpu_backend="nccl"))
+    sys.exit(jobs.run(train, parse_arguments(), gpu_backend="nccl", repeatable=False))

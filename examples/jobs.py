@@ -19,15 +19,19 @@ from tqdm import tqdm
 import collectives
 
 
-def run(train, arguments, gpu_backend="gloo"):
+def run(train, arguments, gpu_backend="gloo", repeatable=True):
     """Call ``train(arguments, comm)`` as a rank of this job; return the exit status: 0 if all went
     well.
 
     `train` returns (result, passed), the same on all ranks; rank 0 prints the result as JSON. The
     ranks are started by torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where
     `train` leaves its plot. `gpu_backend`: what torch.distributed takes GPU tensors over; NCCL
-    wants a GPU for each rank.
+    wants a GPU for each rank. `repeatable`: a GPU computes the same bits each time, as most examples
+    compare them; some operations take longer then.
     """
+    if repeatable and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matrix product
+        torch.use_deterministic_algorithms(True, warn_only=True)
     comm = collectives.init()
     if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it; under mpirun the ranks would fight for the cores
         torch.set_num_threads(max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // comm.local_size)))

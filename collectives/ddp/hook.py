@@ -89,7 +89,7 @@ def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
             state.share_memory(comm, ours)
         last = bucket.is_last()
         future = state.reducer.reduce_bucket(comm, ours, buffer, last)
-        fast_path.remember(state, ours, future, last)
+        fast_path.remember(state, ours, buffer, future, last)
         return future
     except CollectivesError as error:
         fast_path.close(failed=True)

@@ -8,8 +8,10 @@ import torch.distributed as dist
 
 from ..errors import InvalidUsage
 from ..parameter_names import find_ddp
+from ..torch_patches import find_hooked_ddps
+from .step_count import find_step_count
 
-__all__ = ["check_group", "check_join"]
+__all__ = ["check_group", "check_join", "is_own_hook"]
 
 
 def check_group(ddp) -> None:
@@ -25,6 +27,14 @@ def check_group(ddp) -> None:
             f"{dist.group.WORLD.size()} ranks, and the hook's state names no ranks, which means all of them: register "
             "it with HookState(process_group=group), or use collectives.DistributedDataParallel, which names its own"
         )
+
+
+def is_own_hook(param) -> bool:
+    """Return whether one DDP object with a hook has a parameter, and its hook is `fused_allreduce` itself,
+    whose futures go to DDP alone. A hook around it may use the bucket once its future is complete.
+    """
+    ddps, count = find_hooked_ddps(param), find_step_count(param)
+    return len(ddps) == 1 and count is not None and count.ddp is not None and count.ddp() is ddps[0]
 
 
 def check_join(params, *, average: bool, defers_step: bool) -> bool:

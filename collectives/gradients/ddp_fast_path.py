@@ -97,20 +97,22 @@ class FastPath:
 
     # ---- The full path.
 
-    def remember(self, state, bucket: Bucket, future: torch.futures.Future, last: bool) -> None:
-        """Record a bucket that the full path has averaged; opens the fast one after the last."""
+    def remember(self, state, bucket: Bucket, buffer, future: torch.futures.Future, last: bool) -> None:
+        """Record a bucket that the full path has averaged, its buffer, and the future that the hook
+        returns; opens the fast path after the last bucket.
+        """
         if bucket.index == 0:
             self.close()
             if not self._remember_module(state, bucket.params[0]):
                 return
-        pipeline, buffer = state.pipeline, bucket.flat
+        pipeline = state.pipeline
         if bucket.index != len(self._buckets) or pipeline.comm is not self.comm:
             self.close()
             return
         comm_stream = pipeline.comm_streams[bucket.index % len(pipeline.comm_streams)]
         comm, stream = comm_stream.comm, comm_stream.stream
         plan, algorithm = pipeline.compressor.plan(comm, pipeline.scaling, buffer.dtype)
-        if not isinstance(plan.op, str) or future.value() is not buffer:  # else a complex one
+        if not isinstance(plan.op, str) or bucket.flat is not buffer:  # else a complex one
             self.close()
             return
         if stream is not None:
@@ -131,15 +133,12 @@ class FastPath:
 
     def _remember_module(self, state, param) -> bool:
         """Record the module of a backward, and its ranks; False where it isn't one for this path."""
-        pipeline, ddps = state.pipeline, find_hooked_ddps(param)
-        count = find_step_count(param)
-        if not state.reducer.is_plain or len(ddps) != 1 or count is None:
+        pipeline, reducer = state.pipeline, state.reducer
+        if not (reducer.is_plain and reducer.is_own_hook):
             return False
         if not isinstance(pipeline.compressor, NoCompression) or pipeline.buckets.warn_in:
             return False
-        ddp, path = ddps[0], weakref.ref(self)
-        if count.ddp is None or count.ddp() is not ddp:  # a hook of the user's, or its module has another one
-            return False
+        (ddp,), count, path = find_hooked_ddps(param), find_step_count(param), weakref.ref(self)
 
         def release_buffers(reference):
             if (found := path()) is not None and found._ddp is reference:

@@ -23,7 +23,7 @@ from ..parameter_names import find_ddp
 from ..recorder import recording
 from ..torch_compat import current_graph_task_id
 from .bucket_gradients import BucketGradients
-from .ddp_checks import check_join
+from .ddp_checks import check_join, is_own_hook
 from .pipeline import GradientPipeline
 from .step_count import find_step_count
 from .streams import CommStream, should_overlap
@@ -43,15 +43,20 @@ class BucketError(CollectivesError):
 
 
 class PendingBucket:
-    """A bucket on its communication stream. Its future completes with `buffer`."""
+    """A bucket on its communication stream. Its future completes with `buffer`.
+
+    `for_ddp`: DDP alone waits for it, after the last bucket, when the current stream has waited for the
+    communication streams. Such a future has no device, whose events would take half of the hook's time.
+    """
 
     __slots__ = ("bucket", "buffer", "comm_stream", "completed", "done", "error", "future", "nbytes")
 
-    def __init__(self, bucket, buffer, comm_stream):
+    def __init__(self, bucket, buffer, comm_stream, *, for_ddp: bool):
         self.bucket = bucket
         self.buffer = buffer
         self.comm_stream = comm_stream
-        self.future = torch.futures.Future(devices=None if comm_stream.stream is None else [comm_stream.comm.device])
+        has_device = not (for_ddp or comm_stream.stream is None)
+        self.future = torch.futures.Future(devices=[comm_stream.comm.device] if has_device else None)
         self.done: threading.Event | None = None  # set by the stream's thread
         self.error: BaseException | None = None
         self.nbytes = 0  # sent by this rank
@@ -75,6 +80,7 @@ class DDPReducer:
         self._comm: Communicator | None = None  # over which `_overlaps` holds
         self._overlaps = False
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
+        self.is_own_hook = False  # see `ddp_checks.is_own_hook`, of the newest backward
         self.is_plain = False  # whether nothing but its own reduction was done with each bucket of the newest backward
         self._saved = None  # the saved layout that this backward uses
         # By device: the event by which communication streams wait for gradients.
@@ -112,7 +118,7 @@ class DDPReducer:
             streams = pipeline.comm_streams
             comm_stream = streams[bucket.index % len(streams)]
             if self._keeps:
-                pending = PendingBucket(bucket, buffer, comm_stream)
+                pending = PendingBucket(bucket, buffer, comm_stream, for_ddp=self.is_own_hook)
                 self._pending.append(pending)
                 self._start(pending, last)
                 if last:
@@ -152,6 +158,7 @@ class DDPReducer:
             params, average=pipeline.options.average, defers_step=step is not None and pipeline.scaler is not None
         )
         self._count_step(params[0], comm, joins)
+        self.is_own_hook = is_own_hook(params[0])
         depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
         self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
         waits_for_all = depends_on_layout or self._overlaps or bool(pipeline.stages)
@@ -212,7 +219,7 @@ class DDPReducer:
         comm_stream = pending.comm_stream
         with on_stream(comm_stream.stream, self.ready_event(comm_stream.comm.device)):
             pending.nbytes = self.gradients.reduce(pending.bucket, comm_stream)
-            if not self.pipeline.stages:
+            if not (self.pipeline.stages or self.is_own_hook):
                 pending.complete()
 
     def ready_event(self, device: torch.device) -> torch.cuda.Event:
@@ -332,7 +339,7 @@ class DDPReducer:
             offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
             bucket = Bucket(flat, [param for param, _ in members], offsets, index, parameter_names)
             copies.append((bucket, [part for _, part in members]))
-            pending = PendingBucket(bucket, None, streams[index % len(streams)])
+            pending = PendingBucket(bucket, None, streams[index % len(streams)], for_ddp=True)
             self._pending.append(pending)
             try:
                 self._reduce_here(pending) if pending.comm_stream.stream is None else self._reduce_on_stream(pending)

@@ -21,7 +21,7 @@ from ..comm.engine import Engine
 from ..comm.liveness import this_process
 from ..comm.multinode.topology import find_own_address, group_ranks_by_node, identify_node
 from ..comm.waiting import format_ranks
-from ..errors import CollectiveTimeout, InvalidUsage, RemoteError, TransportError
+from ..errors import CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from ..json_records import parse_json, parse_numbers, parse_text
 from .job_store import connect_to_store, serve_store
 
@@ -184,8 +184,15 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def _uuid_of(device: object) -> str | None:
+    """Return the id of a GPU, None of another device. Raises `InvalidArgument` for one that isn't there."""
     if not isinstance(device, torch.device) or device.type != "cuda":
         return None
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise InvalidArgument(
+            f"this rank's device is {device}, and this process has {count} GPU{'' if count == 1 else 's'}: start one "
+            "rank for each GPU, or look at CUDA_VISIBLE_DEVICES"
+        )
     return str(torch.cuda.get_device_properties(device).uuid)[:64]
 
 

@@ -152,6 +152,7 @@ def test_device_ids_are_looked_at_before_torch_does():
 def test_two_ranks_on_one_gpu(monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     engine = Engine(
         "nccl", "cuda", "2.32.3", "/nowhere", SimpleNamespace(is_host=False, get_unique_id=lambda: bytes(128))
     )
@@ -166,6 +167,8 @@ def test_two_ranks_on_one_gpu(monkeypatch):
 
     with symptom(collectives.errors.InvalidUsage):
         validate_gpus([7, 7])
+    with pytest.raises(collectives.errors.InvalidArgument, match="device is cuda:8, and this process has 8 GPUs"):
+        Participant(0, 2, engine, torch.device("cuda", 8)).make_record()
     assert [peer.gpu for peer in validate_gpus([6, 7]).peers] == ["GPU-6", "GPU-7"]  # both cuda:0 to their processes
     assert validate_gpus([7, 7], **{"1": {"boot_id": "of another node"}}).local_size == 1
     assert validate_gpus([7, 7], **{str(rank): {"gpu": None} for rank in range(2)}).local_size == 2  # not known
