@@ -116,10 +116,11 @@ static __device__ __forceinline__ void add_statistics(const A (*values)[kPack], 
     for (int j = 0; j < kPack; ++j) {
       if (kPack > 1 || i + row * COLL_LANES < count) {
         sums[j] += values[row][j] * values[row][j];
-        *bad += coll_is_bad(values[row][j], limit);
+        if (kPack == 1) *bad += coll_is_bad(values[row][j], limit);
       }
     }
   }
+  if (kPack > 1) *bad += coll_count_bad<kRows * kPack>(values[0], limit);
 }
 
 // The type of the sources. A kernel for one type has half the registers of one that asks which type
@@ -221,17 +222,18 @@ static __device__ __forceinline__ coll_reduce_args coll_reduce_of(const coll_lau
 template <class S, class A>
 static __device__ __forceinline__ void reduce_floats(const coll_launch<coll_reduce_args>& launch) {
   coll_reduce_args a = coll_reduce_of(launch);
-  __shared__ A lanes[COLL_LANES];
-  __shared__ uint32_t bad;
+  __shared__ coll_share_space<A> space;
+  int turn = 0;
+  if (a.work.sums) coll_begin_shares(&space);
   bool packs = takes_packs(a);
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
   COLL_KEEP_LOOP
   for (int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x; tile < last; ++tile) {
     int count = elements_of(a, tile);
     uint32_t own_bad = 0;
-    if (packs && count == COLL_TILE) reduce_float<S, A, COLL_PACK>(a, tile, count, lanes, &own_bad);
-    else reduce_float<S, A, 1>(a, tile, count, lanes, &own_bad);
-    if (a.work.sums) coll_leave_share(a.work, tile, lanes, &bad, own_bad);
+    if (packs && count == COLL_TILE) reduce_float<S, A, COLL_PACK>(a, tile, count, space.lanes[turn], &own_bad);
+    else reduce_float<S, A, 1>(a, tile, count, space.lanes[turn], &own_bad);
+    if (a.work.sums) coll_leave_share<A>(a.work, tile, &space, &turn, own_bad);
   }
 }
 
