@@ -181,7 +181,7 @@ def wire_formats() -> Rows:
             "cuda/quantize.cu", "", WIRE,
             ("if (j < live) wire[j]", "if (j <= live) wire[j]"),
             ("if (kWhole || j < live) most", "if (true) most"),
-            ("threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;\n    }\n  }\n  if (!kWhole", "most;\n    }\n  }\n  if (!kWhole"),
+            ("== row ? most : amax;\n    }\n  }\n  if (!kWhole", "== row ? most : 0;\n    }\n  }\n  if (!kWhole"),
             ("block > by * COLL_STRIP_ROW && other", "other"),
             ("threadIdx.x & COLL_STRIP_ROWS)", "threadIdx.x & 1)"),
             ("(row & (to.block - 1)) != 0 || strip + row", "strip + row"),
