@@ -52,7 +52,7 @@ static __device__ __forceinline__ void cast_tiles(const coll_launch<coll_cast_ar
 // Any types; only coll_cast_wide takes fp64, which costs half of the threads that a multiprocessor
 // holds.
 COLL_KERNEL_HELD(2) coll_cast(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<float>(a); }
-COLL_KERNEL_HELD(1) coll_cast_wide(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<double>(a); }
+COLL_KERNEL_HELD(2) coll_cast_wide(COLL_WITH_ROWS(coll_cast_args) a) { cast_tiles<double>(a); }
 
 // One block.
 COLL_KERNEL coll_finish(const coll_finish_args a) {

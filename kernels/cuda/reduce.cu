@@ -222,7 +222,7 @@ static __device__ __forceinline__ coll_reduce_args coll_reduce_of(const coll_lau
 template <class S, class A>
 static __device__ __forceinline__ void reduce_floats(const coll_launch<coll_reduce_args>& launch) {
   coll_reduce_args a = coll_reduce_of(launch);
-  __shared__ coll_share_space<A> space;
+  __shared__ coll_share_space<A, sizeof(A) == 8 ? 1 : 2> space;
   int turn = 0;
   if (a.work.sums) coll_begin_shares(&space);
   bool packs = takes_packs(a);
