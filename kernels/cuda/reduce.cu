@@ -262,7 +262,12 @@ COLL_KERNEL coll_reduce_bf16(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats
 COLL_KERNEL coll_reduce_f16(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_fp16, float>(a); }
 COLL_KERNEL coll_reduce_e4m3(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_e4m3, float>(a); }
 COLL_KERNEL coll_reduce_e5m2(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_e5m2, float>(a); }
-COLL_KERNEL coll_reduce_f64(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<double, double>(a); }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define COLL_WIDES 2  // left to itself the compiler spills registers
+#else
+#define COLL_WIDES 3
+#endif
+COLL_KERNEL_HELD(COLL_WIDES) coll_reduce_f64(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<double, double>(a); }
 // Sources of any other floating type into fp64.
 COLL_KERNEL coll_reduce_wide(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<narrow, double>(a); }
 COLL_KERNEL coll_reduce_int8(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_integers<int8_t, uint8_t>(a, a.args.source_type == COLL_I8); }
