@@ -21,6 +21,8 @@ __all__ = [
     "CAST_COPY",
     "CAST_F16_F32",
     "CAST_F32_BF16",
+    "CAST_F32_E4M3",
+    "CAST_F32_E5M2",
     "CAST_F32_F16",
     "CAST_F32_F32",
     "CAST_WIDE",
@@ -36,6 +38,7 @@ __all__ = [
     "OPAQUE",
     "PARAMETER",
     "QUANTIZE",
+    "QUANTIZE_FEEDBACK",
     "REDUCE",
     "REDUCE_BF16",
     "REDUCE_E4M3",
@@ -46,7 +49,9 @@ __all__ = [
     "REDUCE_INT64",
     "REDUCE_INT8",
     "REDUCE_WIDE",
+    "REDUCE_WIRES",
     "REQUANTIZE",
+    "REQUANTIZE_FEEDBACK",
     "SGD",
     "STOCHASTIC",
     "TENSOR",
@@ -136,6 +141,8 @@ CAST_COPY = Kernel(0, "coll_copy", "cast_pairs.cu", CastArgs, _tensors_at)
 CAST_F32_F32 = Kernel(0, "coll_cast_f32_f32", "cast_pairs.cu", CastArgs, _tensors_at)
 CAST_F32_BF16 = Kernel(0, "coll_cast_f32_bf16", "cast_pairs.cu", CastArgs, _tensors_at)
 CAST_F32_F16 = Kernel(0, "coll_cast_f32_f16", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_F32_E4M3 = Kernel(0, "coll_cast_f32_e4m3", "cast_pairs.cu", CastArgs, _tensors_at)
+CAST_F32_E5M2 = Kernel(0, "coll_cast_f32_e5m2", "cast_pairs.cu", CastArgs, _tensors_at)
 CAST_BF16_F32 = Kernel(0, "coll_cast_bf16_f32", "cast_pairs.cu", CastArgs, _tensors_at)
 CAST_BF16_BF16 = Kernel(0, "coll_cast_bf16_bf16", "cast_pairs.cu", CastArgs, _tensors_at)
 CAST_F16_F32 = Kernel(0, "coll_cast_f16_f32", "cast_pairs.cu", CastArgs, _tensors_at)
@@ -251,9 +258,12 @@ class RequantizeArgs(Structure):
 
 
 _wires_at = getattr(DequantizeArgs, "from").offset + Decoder.wires.offset  # and in RequantizeArgs
-QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)
-DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs, _wires_at)
+QUANTIZE = Kernel(3, "coll_quantize", "quantize.cu", QuantizeArgs)  # without a residual, to nearest
+QUANTIZE_FEEDBACK = Kernel(3, "coll_quantize_feedback", "quantize.cu", QuantizeArgs)  # or with a residual, or at random
+DEQUANTIZE = Kernel(4, "coll_dequantize", "quantize.cu", DequantizeArgs, _wires_at)  # one wire, or one for each part
+REDUCE_WIRES = Kernel(4, "coll_reduce_wires", "quantize.cu", DequantizeArgs, _wires_at)
 REQUANTIZE = Kernel(5, "coll_requantize", "quantize.cu", RequantizeArgs, _wires_at)
+REQUANTIZE_FEEDBACK = Kernel(5, "coll_requantize_feedback", "quantize.cu", RequantizeArgs, _wires_at)
 
 # ---- Optimizers.
 MAXIMIZE, DIVIDE, STOCHASTIC, NESTEROV, DECOUPLED = 1, 2, 4, 8, 16

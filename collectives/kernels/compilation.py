@@ -53,7 +53,10 @@ def _kernels_of(family: str, dtypes: tuple[torch.dtype, ...]) -> set[abi.Kernel]
     if family == "statistics":
         return {abi.FINISH, abi.CAST, *({abi.CAST_WIDE} if torch.float64 in dtypes else ())}
     if family == "wire":
-        return {abi.QUANTIZE, abi.DEQUANTIZE, abi.REQUANTIZE}
+        return {
+            abi.QUANTIZE, abi.QUANTIZE_FEEDBACK, abi.DEQUANTIZE, abi.REDUCE_WIRES, abi.REQUANTIZE,
+            abi.REQUANTIZE_FEEDBACK,
+        }  # fmt: skip
     if family == "optimizer":
         return {abi.SGD, abi.ADAM}
     raise InvalidArgument(f"a family of kernels is one of {', '.join(KERNEL_FAMILIES)}, not {shown(family)}")

@@ -192,7 +192,8 @@ def plan_quantize(
     args = abi.QuantizeArgs(
         abi.Work(where.tiles, 0, 0), to, where.args, values.ptr, factor.ptr, factor.value, values.code, 0
     )
-    return Launch(abi.QUANTIZE, args, device, (source, wire, scale, residual))
+    kernel = abi.QUANTIZE if _is_plain(to) else abi.QUANTIZE_FEEDBACK
+    return Launch(kernel, args, device, (source, wire, scale, residual))
 
 
 def dequantize(
@@ -281,7 +282,8 @@ def plan_requantize(
     to, places = _encoder(out, residual, count, where, format, block, seed, position, reader, op, wire_is="out")
     _check_overlaps(places, read, op, in_place="out")
     args = abi.RequantizeArgs(abi.Work(where.tiles, 0, 0), from_, to)
-    return Launch(abi.REQUANTIZE, args, table.device, (table, out, scale, residual), table.rows)
+    kernel = abi.REQUANTIZE if _is_plain(to) else abi.REQUANTIZE_FEEDBACK
+    return Launch(kernel, args, table.device, (table, out, scale, residual), table.rows)
 
 
 def plan_dequantize(wire, out, *, format, block=256, scale=1.0, parts=None) -> Launch:
@@ -316,7 +318,8 @@ def _plan_decode(wires, out, format, block, scale, average_over, add, statistics
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
     work = abi.Work(where.tiles, 0, 0)
     args = abi.DequantizeArgs(work, from_, where.args, values.ptr, values.code, abi.ADD if add else 0)
-    return Launch(abi.DEQUANTIZE, args, device, (table, out, scale), table.rows), device, values
+    kernel = abi.REDUCE_WIRES if from_.wire_count > 1 else abi.DEQUANTIZE
+    return Launch(kernel, args, device, (table, out, scale), table.rows), device, values
 
 
 class _Parts(NamedTuple):
@@ -394,6 +397,11 @@ def _encoder(wire, residual, count, where: _Parts, format, block, seed, position
         ),
         places,
     )
+
+
+def _is_plain(to: abi.Encoder) -> bool:
+    """Return whether a wire is written without a residual and rounded to nearest."""
+    return not to.residual and not to.stochastic
 
 
 def _layout(count, format, block, op) -> WireLayout:

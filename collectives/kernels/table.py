@@ -27,6 +27,8 @@ _PAIRS = {
         ("float32", "float32"): abi.CAST_F32_F32,
         ("float32", "bfloat16"): abi.CAST_F32_BF16,
         ("float32", "float16"): abi.CAST_F32_F16,
+        ("float32", "float8_e4m3fn"): abi.CAST_F32_E4M3,
+        ("float32", "float8_e5m2"): abi.CAST_F32_E5M2,
         ("bfloat16", "float32"): abi.CAST_BF16_F32,
         ("bfloat16", "bfloat16"): abi.CAST_BF16_BF16,
         ("float16", "float32"): abi.CAST_F16_F32,

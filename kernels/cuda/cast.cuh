@@ -35,6 +35,64 @@ static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const
 }
 
 template <class D, class A>
+static __device__ __forceinline__ coll_pack_of<D> stored(const A* values, D) {
+  coll_pack_of<D> pack;
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) pack.at[j] = coll_element<D>::store(values[j]);
+  return pack;
+}
+
+#if COLL_HALF_INSTRUCTIONS
+// By the instructions where all four are numbers.
+template <class D>
+static __device__ __forceinline__ coll_pack_of<D> stored_halves(const float* x, uint32_t first, uint32_t second) {
+  int32_t most = 0;
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) most = coll_larger_magnitude(most, x[j]);
+  coll_pack_of<D> pack;
+  if (most <= 0x7f800000) {
+    pack.at[0].bits = (uint16_t)first, pack.at[1].bits = (uint16_t)(first >> 16);
+    pack.at[2].bits = (uint16_t)second, pack.at[3].bits = (uint16_t)(second >> 16);
+  } else {
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) pack.at[j] = coll_element<D>::store(x[j]);
+  }
+  return pack;
+}
+
+static __device__ __forceinline__ coll_pack_of<coll_bf16> stored(const float* x, coll_bf16) {
+  return stored_halves<coll_bf16>(x, coll_two_to_bf16(x[0], x[1]), coll_two_to_bf16(x[2], x[3]));
+}
+
+static __device__ __forceinline__ coll_pack_of<coll_fp16> stored(const float* x, coll_fp16) {
+  return stored_halves<coll_fp16>(x, coll_two_to_fp16(x[0], x[1]), coll_two_to_fp16(x[2], x[3]));
+}
+#endif
+
+#if COLL_FP8_INSTRUCTIONS
+// A number's sign is in its element already; NaN gets it back here.
+template <class D>
+static __device__ __forceinline__ coll_pack_of<D> with_signs(uint32_t first, uint32_t second, const float* values) {
+  uint32_t signs[2];
+  COLL_UNROLL
+  for (int j = 0; j < 2; ++j) signs[j] = __byte_perm(coll_float_bits(values[2 * j]), coll_float_bits(values[2 * j + 1]), 0x0073);
+  uint32_t word = __byte_perm(first, second, 0x5410) | (__byte_perm(signs[0], signs[1], 0x5410) & 0x80808080u);
+  coll_pack_of<D> pack;
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) pack.at[j].bits = (uint8_t)(word >> 8 * j);
+  return pack;
+}
+
+static __device__ __forceinline__ coll_pack_of<coll_e4m3> stored(const float* x, coll_e4m3) {
+  return with_signs<coll_e4m3>(coll_two_to_e4m3(x[0], x[1]), coll_two_to_e4m3(x[2], x[3]), x);
+}
+
+static __device__ __forceinline__ coll_pack_of<coll_e5m2> stored(const float* x, coll_e5m2) {
+  return with_signs<coll_e5m2>(coll_two_to_e5m2(x[0], x[1]), coll_two_to_e5m2(x[2], x[3]), x);
+}
+#endif
+
+template <class D, class A>
 static __device__ __forceinline__ void store_column(char* to, A (*values)[COLL_PACK], int first, int count, bool add) {
   D* dst = (D*)to;
   bool whole = (uint64_t)dst % sizeof(coll_pack_of<D>) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count;
@@ -47,19 +105,20 @@ static __device__ __forceinline__ void store_column(char* to, A (*values)[COLL_P
       for (int j = 0; j < COLL_PACK; ++j) values[row][j] = old[row][j] + values[row][j];
     }
   }
+  if (whole) {
+    COLL_UNROLL
+    for (int row = 0; row < COLL_ROWS; ++row) {
+      *(coll_pack_of<D>*)(dst + first + row * COLL_LANES) = stored(values[row], D());
+    }
+    return;
+  }
   COLL_UNROLL
   for (int row = 0; row < COLL_ROWS; ++row) {
-    coll_pack_of<D> pack;
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) pack.at[j] = coll_element<D>::store(values[row][j]);
+    coll_pack_of<D> pack = stored(values[row], D());
     int i = first + row * COLL_LANES;
-    if (whole) {
-      *(coll_pack_of<D>*)(dst + i) = pack;
-    } else {
-      COLL_UNROLL
-      for (int j = 0; j < COLL_PACK; ++j) {
-        if (i + j < count) dst[i + j] = pack.at[j];
-      }
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) {
+      if (i + j < count) dst[i + j] = pack.at[j];
     }
   }
 }
@@ -67,16 +126,18 @@ static __device__ __forceinline__ void store_column(char* to, A (*values)[COLL_P
 // The sums of the squares of a column's lanes, and its bad values.
 template <class A>
 static __device__ __forceinline__ void sum_column(A (*values)[COLL_PACK], int first, A limit, A* lanes, uint32_t* own_bad) {
+  coll_pack_of<A> sums;
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
     A sum = 0;
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) {
       sum += values[row][j] * values[row][j];
-      *own_bad += coll_is_bad(values[row][j], limit);
     }
-    lanes[first + j] = sum;
+    sums.at[j] = sum;
   }
+  *(coll_pack_of<A>*)(lanes + first) = sums;
+  *own_bad += coll_count_bad<COLL_ROWS * COLL_PACK>(values[0], limit);
 }
 
 // Bytes as they are, in the widest words that both addresses allow, four of a thread's on their way

@@ -1,411 +1,239 @@
-// The CUDA launchers of the wire formats. A block takes one tile at a time, a thread a column of its
-// packs, 16 elements, whose loads are all on their way before the first value is used. Where values
-// share scales they pass through shared memory while the largest magnitude of each block of values
-// is found, so that the source is read once, whatever the number of threads.
-#include "coll/quantize.h"
-#include "tile.cuh"
+// The CUDA launchers of the wire formats. A warp writes a strip of a wire at a time: whole blocks of
+// values, of which each lane has 16 in registers while the warp finds the blocks' largest magnitudes.
+// A wire is read in columns of a tile, since its statistics are (tile.h).
+#include "wire.cuh"
 
-#define COLL_TILE_PACKS (COLL_TILE / COLL_PACK)
-#define COLL_GROUP 8  // packs whose maximum one thread takes
-#define COLL_TILE_GROUPS (COLL_TILE_PACKS / COLL_GROUP)
-#define COLL_TILE_BLOCKS (COLL_TILE / COLL_LEAST_BLOCK)
-
-// Blocks that a multiprocessor holds of the kernels that write a wire. For sm_100 the compiler spills
-// registers if they are to be 4.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-#define COLL_ENCODERS 3
+// Blocks that a multiprocessor holds of the kernels that write a wire, of those with more to do, and of
+// those that read wires: as many as the compiler spills no registers for.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000)
+#define COLL_ENCODERS 5
+#define COLL_FEEDBACKS 3
+#define COLL_DECODERS 4
 #else
 #define COLL_ENCODERS 4
+#define COLL_FEEDBACKS 2
+#define COLL_DECODERS (__CUDA_ARCH__ < 900 ? 3 : 2)
 #endif
 
-struct alignas(16) coll_encode_space {
-  float values[COLL_TILE];
-  int32_t pack_amax[COLL_TILE_PACKS];
-  int32_t group_amax[COLL_TILE_GROUPS];
-  coll_block_scale scales[COLL_TILE_BLOCKS];
-};
-
-// ---- Columns: the packs from element `at` of a tile on, COLL_LANES elements apart, of `count`
-// elements that the tile has. kRows of them are on their way at a time: all of a full tile whose
-// addresses allow it, half of it with a residual, which takes as many registers again; and one, with
-// a look at each address, of all other tiles.
-
-// A pack as it lies in memory: small elements side by side in a word, which take a register less each
-// until they are used.
-template <int kWidth>
-struct alignas(4 * kWidth) coll_words {
-  uint32_t at[kWidth];
-};
-
-template <class T>
-struct element_of {
-  COLL_FN T from(const uint32_t* words, int j) {
-    T x;
-    x.bits = (decltype(x.bits))(words[j * sizeof(T) / 4] >> j * sizeof(T) % 4 * 8);
-    return x;
-  }
-};
-template <>
-struct element_of<int8_t> {
-  COLL_FN int8_t from(const uint32_t* words, int j) { return (int8_t)(words[0] >> 8 * j); }
-};
-template <>
-struct element_of<uint8_t> {
-  COLL_FN uint8_t from(const uint32_t* words, int j) { return (uint8_t)(words[0] >> 8 * j); }
-};
-template <>
-struct element_of<uint16_t> {
-  COLL_FN uint16_t from(const uint32_t* words, int j) { return (uint16_t)(words[j / 2] >> j % 2 * 16); }
-};
-template <>
-struct element_of<float> {
-  COLL_FN float from(const uint32_t* words, int j) { return coll_bits_float(words[j]); }
-};
-template <>
-struct element_of<double> {
-  COLL_FN double from(const uint32_t* words, int j) {
-    return __longlong_as_double((long long)((uint64_t)words[2 * j + 1] << 32 | words[2 * j]));
-  }
-};
-
-// `tile`: the address of the tile's first element. What isn't there is 0.
-template <int kRows, int kWidth>
-static __device__ __forceinline__ void load_packs(coll_words<kWidth>* packs, const void* tile, int at, int count) {
-  typedef coll_words<kWidth> Words;
-  const char* from = (const char*)tile + at * kWidth;
-  if (kRows > 1) {
-    COLL_UNROLL
-    for (int row = 0; row < kRows; ++row) packs[row] = *(const Words*)(from + row * COLL_LANES * kWidth);
-    return;
-  }
-  if (count - at >= COLL_PACK && (uint64_t)from % sizeof(Words) == 0) {
-    packs[0] = *(const Words*)from;
-    return;
-  }
-  packs[0] = Words{};
-  COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) {
-    if (at + j >= count) continue;
-    if (kWidth == 1) packs[0].at[0] |= (uint32_t)((const uint8_t*)from)[j] << 8 * j;
-    else if (kWidth == 2) packs[0].at[j / 2] |= (uint32_t)((const uint16_t*)from)[j] << j % 2 * 16;
-    else if (kWidth == 4) packs[0].at[j] = ((const uint32_t*)from)[j];
-    else packs[0].at[2 * j] = ((const uint32_t*)from)[2 * j], packs[0].at[2 * j + 1] = ((const uint32_t*)from)[2 * j + 1];
-  }
-}
-
-// One pack, of which `live` elements are there.
-template <class T>
-static __device__ __forceinline__ void store_pack(T* to, const coll_pack_of<T>& pack, int live) {
-  if (live >= COLL_PACK && (uint64_t)to % sizeof(coll_pack_of<T>) == 0) {
-    *(coll_pack_of<T>*)to = pack;
-    return;
-  }
-  COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) {
-    if (j < live) to[j] = pack.at[j];
-  }
-}
-
-static __device__ __forceinline__ bool takes_packs(const void* array, int type) {
-  return (uint64_t)array % (uint64_t)(coll_width(type) * COLL_PACK) == 0;
-}
-
-// ---- Values in: a column of the tile whose first element is `tile`.
-struct coll_from_tensor {
-  const void* source;
-  double scale;
-  int type;
-
-  template <class S, int kRows>
-  __device__ __forceinline__ void load_typed(float (*x)[COLL_PACK], int64_t tile, int at, int count) const {
-    constexpr int kAtOnce = sizeof(S) == 8 && kRows > 1 ? 2 : kRows;  // 64 bytes
-    COLL_UNROLL
-    for (int first = 0; first < kRows; first += kAtOnce) {
-      coll_words<sizeof(S)> packs[kAtOnce];
-      load_packs<kAtOnce>(packs, (const S*)source + tile, at + first * COLL_LANES, count);
-      COLL_UNROLL
-      for (int row = 0; row < kAtOnce; ++row) {
-        COLL_UNROLL
-        for (int j = 0; j < COLL_PACK; ++j) x[first + row][j] = coll_scaled(element_of<S>::from(packs[row].at, j), scale);
-      }
-    }
-  }
-
-  template <int kRows>
-  __device__ __forceinline__ void load(float (*x)[COLL_PACK], int64_t tile, int at, int count) const {
-    switch (type) {
-      case COLL_F32: load_typed<float, kRows>(x, tile, at, count); break;
-      case COLL_F16: load_typed<coll_fp16, kRows>(x, tile, at, count); break;
-      case COLL_BF16: load_typed<coll_bf16, kRows>(x, tile, at, count); break;
-      case COLL_F64: load_typed<double, kRows>(x, tile, at, count); break;
-      case COLL_E4M3: load_typed<coll_e4m3, kRows>(x, tile, at, count); break;
-      default: load_typed<coll_e5m2, kRows>(x, tile, at, count); break;
-    }
-  }
-};
-
-static __device__ __forceinline__ const void* wire_of(const coll_decoder& from, int64_t k) {
-  return from.wires ? from.wires[k] : from.wire;
-}
-
-// The address of the wires' addresses; of a single wire NULL.
-template <class Args>
-static __device__ __forceinline__ const void* const* wires_of(const coll_launch<Args>& launch) {
-  return launch.args.from.wire_count > 1 ? coll_rows_of(launch, launch.args.from.wires) : nullptr;
-}
-
-// Whether all wires begin where packs may.
-static __device__ __forceinline__ bool takes_packs(const coll_decoder& from) {
-  uint64_t addresses = 0;
-  COLL_KEEP_LOOP
-  for (int64_t k = 0; k < from.wire_count; ++k) addresses |= (uint64_t)wire_of(from, k);
-  return takes_packs((const void*)addresses, from.format);
-}
-
-// A division by it as a shift: 64 bits wide it would take a hundred instructions.
-static __device__ __forceinline__ int block_shift(int block) { return block == 128 ? 7 : block == 256 ? 8 : 9; }
-
-// Add kWires wires from wire k on, in their order.
-template <class F, int kRows, int kWires>
-static __device__ __forceinline__ void add_wires(float (*x)[COLL_PACK], const coll_decoder& from, int64_t k, int64_t tile, int at,
-                                                 int count) {
-  typedef typename F::element E;
-  coll_words<sizeof(E)> packs[kWires][kRows];
-  const char* scales[kWires];
-  int64_t scales_at = coll_wire_scales_at(from.count, from.format) + (((tile + at) >> block_shift(from.block)) << 2);
-  int scales_of_row = COLL_LANES >> block_shift(from.block) << 2;  // bytes
-  COLL_UNROLL
-  for (int w = 0; w < kWires; ++w) {
-    const char* wire = (const char*)wire_of(from, k + w);
-    scales[w] = wire + scales_at;
-    load_packs<kRows>(packs[w], (const E*)wire + tile, at, count);
-  }
-  COLL_UNROLL
-  for (int row = 0; row < kRows; ++row) {
-    COLL_UNROLL
-    for (int w = 0; w < kWires; ++w) {
-      float factor = F::kScaled ? *(const float*)(scales[w] + row * scales_of_row) : 1.0f;
-      COLL_UNROLL
-      for (int j = 0; j < COLL_PACK; ++j) {
-        float value = F::value(element_of<E>::from(packs[w][row].at, j));
-        x[row][j] += F::kScaled ? value * factor : value;
-      }
-    }
-  }
-}
-
-// The sum of the wires' elements, in the order of the wires, scaled.
-template <class F, int kRows>
-static __device__ __forceinline__ void decode(float (*x)[COLL_PACK], const coll_decoder& from, float scale, int64_t tile, int at,
-                                              int count) {
-  COLL_UNROLL
-  for (int row = 0; row < kRows; ++row) {
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) x[row][j] = -0.0f;  // to which any value can be added and stays what it is
-  }
-  int64_t k = 0;
-  if (kRows > 1) {
-    COLL_KEEP_LOOP
-    for (; k + 2 <= from.wire_count; k += 2) add_wires<F, kRows, 2>(x, from, k, tile, at, count);
-  }
-  COLL_KEEP_LOOP
-  for (; k < from.wire_count; ++k) add_wires<F, kRows, 1>(x, from, k, tile, at, count);
-  COLL_UNROLL
-  for (int row = 0; row < kRows; ++row) {
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) x[row][j] = coll_decoded(x[row][j], from.average_over, scale);
-  }
-}
-
-template <int kRows>
-static __device__ __forceinline__ void decode_any(float (*x)[COLL_PACK], const coll_decoder& from, float scale, int64_t tile,
-                                                  int at, int count) {
-#define COLL_DO(F) decode<F, kRows>(x, from, scale, tile, at, count)
-  COLL_FOR_WIRE(from.format, COLL_DO)
-#undef COLL_DO
-}
-
-struct coll_from_wires {
-  const coll_decoder& from;
-  float scale;
-
-  template <int kRows>
-  __device__ __forceinline__ void load(float (*x)[COLL_PACK], int64_t tile, int at, int count) const {
-    decode_any<kRows>(x, from, scale, tile, at, count);
-  }
-};
-
-// A column of the residual as it lies in memory: a pack of bf16 takes the first two words.
-template <int kRows>
-static __device__ __forceinline__ void load_residual(coll_words<4>* kept, const coll_encoder& to, int64_t tile, int at,
-                                                     int count) {
-  if (to.residual_type == COLL_F32) {
-    load_packs<kRows>(kept, (const float*)to.residual + tile, at, count);
-    return;
-  }
-  coll_words<2> packs[kRows];
-  load_packs<kRows>(packs, (const coll_bf16*)to.residual + tile, at, count);
-  COLL_UNROLL
-  for (int row = 0; row < kRows; ++row) kept[row].at[0] = packs[row].at[0], kept[row].at[1] = packs[row].at[1];
-}
-
-template <int kRows>
-static __device__ __forceinline__ void add_residual(float (*x)[COLL_PACK], const coll_words<4>* kept, int type) {
-  if (type == COLL_F32) {
-    COLL_UNROLL
-    for (int row = 0; row < kRows; ++row) {
-      COLL_UNROLL
-      for (int j = 0; j < COLL_PACK; ++j) x[row][j] += coll_bits_float(kept[row].at[j]);
-    }
-    return;
-  }
-  COLL_UNROLL
-  for (int row = 0; row < kRows; ++row) {
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) x[row][j] += coll_bf16_to_float(element_of<uint16_t>::from(kept[row].at, j));
-  }
-}
+#define COLL_STRIP COLL_LARGEST_BLOCK              // elements
+#define COLL_STRIP_ROW (COLL_WARP * COLL_PACK)     // elements that a warp has side by side: the smallest block
+#define COLL_STRIP_ROWS (COLL_STRIP / COLL_STRIP_ROW)
+static_assert(COLL_STRIP_ROW == COLL_LEAST_BLOCK && COLL_STRIP_ROWS == 4, "the scales of a strip are four at most");
 
 // ---- A wire out.
 
-// Values with their residual into `space`, and the largest magnitude of each pack.
-template <int kRows, class Source>
-static __device__ __forceinline__ void gather_rows(const Source& source, const coll_encoder& to, int64_t tile, int first, int count,
-                                                   coll_encode_space* space) {
-  float x[kRows][COLL_PACK];
-  coll_words<4> kept[kRows];
-  bool has_residual = kRows < COLL_ROWS && (kRows > 1 || to.residual);
-  if (has_residual) load_residual<kRows>(kept, to, tile, first, count);
-  source.template load<kRows>(x, tile, first, count);
-  if (has_residual) add_residual<kRows>(x, kept, to.residual_type);
+// Some rows of a strip, with the residual added.
+template <int kRows, bool kPlain, class Source>
+static __device__ __forceinline__ void take_rows(float (*x)[COLL_PACK], const Source& source, const coll_encoder& to, int64_t tile,
+                                                 int at, int count) {
+  source.template load<kRows, COLL_STRIP_ROW>(x, tile, at, count);
+  if (kPlain || !to.residual) return;
+  constexpr int kAtOnce = kRows > 1 ? kRows / 2 : 1;  // of the residual: all would take too many registers
   COLL_UNROLL
-  for (int row = 0; row < kRows; ++row) {
-    int at = first + row * COLL_LANES;
-    int32_t amax = 0;
-    coll_pack_of<float> pack;
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; ++j) {
-      pack.at[j] = x[row][j];
-      int32_t magnitude = kRows > 1 || at + j < count ? coll_magnitude_bits(x[row][j]) : 0;
-      amax = magnitude > amax ? magnitude : amax;
-    }
-    space->pack_amax[at / COLL_PACK] = amax;
-    *(coll_pack_of<float>*)&space->values[at] = pack;
+  for (int row = 0; row < kRows; row += kAtOnce) {
+    coll_words<4> kept[kAtOnce];
+    load_residual<kAtOnce, COLL_STRIP_ROW>(kept, to, tile, at + row * COLL_STRIP_ROW, count);
+    add_residual<kAtOnce>(x + row, kept, to.residual_type);
   }
 }
 
-template <int kRows, class Source>
-static __device__ __forceinline__ void gather_tile(const Source& source, const coll_encoder& to, int64_t tile, int count,
-                                                   coll_encode_space* space) {
-  COLL_KEEP_LOOP
-  for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES; first += blockDim.x * COLL_PACK) {
-    if constexpr (kRows == COLL_ROWS) {
-      gather_rows<kRows>(source, to, tile, first, count, space);
-    } else {
-      COLL_KEEP_LOOP
-      for (int at = first; at < count; at += kRows * COLL_LANES) gather_rows<kRows>(source, to, tile, at, count, space);
-    }
+// The largest magnitude of a row of a strip, of which this lane has a pack with `live` elements.
+template <bool kWhole>
+static __device__ __forceinline__ int32_t largest_of_row(const float* x, int live) {
+  int32_t most = 0;
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) {
+    if (kWhole || j < live) most = coll_larger_magnitude(most, x[j]);
   }
+  return coll_warp_max(most);
 }
 
-// The blocks' scales, into `space` and into the wire. Starts and ends at a barrier.
-template <class F>
-static __device__ __forceinline__ void find_scales(const coll_encoder& to, int64_t tile, int count, coll_encode_space* space) {
-  int packs = (count + COLL_PACK - 1) / COLL_PACK, groups = (packs + COLL_GROUP - 1) / COLL_GROUP;
-  __syncthreads();
-  for (int group = threadIdx.x; group < groups; group += blockDim.x) {
-    int32_t amax = 0;
-    for (int pack = group * COLL_GROUP; pack < (group + 1) * COLL_GROUP && pack < packs; ++pack) {
-      amax = space->pack_amax[pack] > amax ? space->pack_amax[pack] : amax;
-    }
-    space->group_amax[group] = amax;
+// `amax`: of row lane % 4, becomes that of the row's block. Returns the block's scale in lanes 0 to 3,
+// its inverse in lanes 4 to 7: one division for each lane.
+static __device__ __forceinline__ float scale_of_lane(int32_t amax, int block, float limit) {
+  COLL_UNROLL
+  for (int by = 1; by < COLL_STRIP_ROWS; by *= 2) {
+    int32_t other = __shfl_xor_sync(0xffffffffu, amax, by);
+    amax = block > by * COLL_STRIP_ROW && other > amax ? other : amax;
   }
-  __syncthreads();
-  int blocks = (count + to.block - 1) / to.block, groups_of_block = to.block / (COLL_PACK * COLL_GROUP);
-  float* scales = (float*)((char*)to.wire + coll_wire_scales_at(to.count, to.format)) + (tile >> block_shift(to.block));
-  for (int block = threadIdx.x; block < blocks; block += blockDim.x) {
-    int32_t amax = 0;
-    for (int group = block * groups_of_block; group < (block + 1) * groups_of_block && group < groups; ++group) {
-      amax = space->group_amax[group] > amax ? space->group_amax[group] : amax;
-    }
-    coll_block_scale s = coll_scale_of(amax, F::kLimit);
-    space->scales[block] = s;
-    scales[block] = s.scale;
-  }
-  __syncthreads();
+  return coll_scale_part(amax, limit, threadIdx.x & COLL_STRIP_ROWS);
 }
 
 // `carried`: the value that the receiver decodes. Where that isn't finite the residual stays as it was.
-template <class T>
+template <class T, bool kWhole>
 static __device__ __forceinline__ void leave_residual(T* residual, const float* x, const float* carried, int live) {
-  bool finite = true;
-  COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) finite = finite && coll_finite_bits(coll_magnitude_bits(carried[j]));
+  int32_t most = 0;
   coll_pack_of<T> pack;
   COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) pack.at[j] = coll_element<T>::store(x[j] - carried[j]);
-  if (finite) {
-    store_pack(residual, pack, live);
+  for (int j = 0; j < COLL_PACK; ++j) {
+    most = coll_larger_magnitude(most, carried[j]);
+    pack.at[j] = coll_element<T>::store(x[j] - carried[j]);
+  }
+  if (coll_finite_bits(most)) {
+    if (kWhole) *(coll_pack_of<T>*)residual = pack;
+    else store_pack(residual, pack, live);
     return;
   }
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
-    if (j < live && coll_finite_bits(coll_magnitude_bits(carried[j]))) residual[j] = pack.at[j];
+    if ((kWhole || j < live) && coll_finite_bits(coll_magnitude_bits(carried[j]))) residual[j] = pack.at[j];
+  }
+}
+
+// A pack of elements, side by side in words, rounded to nearest.
+template <class F>
+static __device__ __forceinline__ void round_pack(uint32_t* words, const float* x, float inverse) {
+  float t[COLL_PACK];
+  if constexpr (F::kScaled) {
+    // Zeros for values that may not be finite are put in before the functor, or else at the end.
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) t[j] = F::kAnyRounds || inverse != 0.0f ? x[j] * inverse : 0.0f;
+    uint32_t word = coll_nearest_four(F(), t);
+    words[0] = inverse != 0.0f ? word : 0u;
+  } else {
+    words[0] = coll_nearest_two(F(), x[0], x[1]);
+    words[1] = coll_nearest_two(F(), x[2], x[3]);
+  }
+}
+
+template <class F>
+static __device__ __forceinline__ void round_pack_at_random(uint32_t* words, const float* x, float inverse,
+                                                            const coll_encoder& to, int64_t at) {
+  coll_philox_words random = coll_philox_pack(to.seed, (uint64_t)(to.position + at));
+  float t[COLL_PACK];
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) t[j] = !F::kScaled ? x[j] : inverse != 0.0f ? x[j] * inverse : 0.0f;
+  uint32_t r0 = F::at_random(t[0], random.w0), r1 = F::at_random(t[1], random.w1);
+  uint32_t r2 = F::at_random(t[2], random.w2), r3 = F::at_random(t[3], random.w3);
+  if constexpr (F::kScaled) {
+    words[0] = r0 | r1 << 8 | r2 << 16 | r3 << 24;
+  } else {
+    words[0] = r0 | r1 << 16;
+    words[1] = r2 | r3 << 16;
   }
 }
 
 // The pack at `at`, of which `live` elements are there.
-template <class F>
-static __device__ __forceinline__ void encode_pack(const coll_encoder& to, const float* x, coll_block_scale s, int64_t at,
-                                                   int live) {
+template <class F, bool kWhole>
+static __device__ __forceinline__ void store_words(const coll_encoder& to, const coll_words<sizeof(typename F::element)>& words,
+                                                   int64_t at, int live) {
   typedef typename F::element E;
-  float t[COLL_PACK];
-  COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) t[j] = !F::kScaled ? x[j] : s.inverse != 0.0f ? x[j] * s.inverse : 0.0f;
-  coll_pack_of<E> pack;
-  if (to.stochastic) {
-    coll_philox_words random = coll_philox_pack(to.seed, (uint64_t)(to.position + at));
-    pack.at[0] = (E)F::at_random(t[0], random.w0);
-    pack.at[1] = (E)F::at_random(t[1], random.w1);
-    pack.at[2] = (E)F::at_random(t[2], random.w2);
-    pack.at[3] = (E)F::at_random(t[3], random.w3);
-  } else {
-    COLL_UNROLL
-    for (int j = 0; j < COLL_PACK; j += 2) {
-      uint32_t two = coll_nearest_two(F(), t[j], t[j + 1]);
-      pack.at[j] = (E)two;
-      pack.at[j + 1] = (E)(two >> 8 * sizeof(E));
-    }
+  E* wire = (E*)to.wire + at;
+  if (kWhole) {
+    *(coll_words<sizeof(E)>*)wire = words;
+    return;
   }
-  store_pack((E*)to.wire + at, pack, live);
-  if (!to.residual) return;
-  float carried[COLL_PACK];
   COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) carried[j] = F::kScaled ? F::value(pack.at[j]) * s.scale : F::value(pack.at[j]);
-  if (to.residual_type == COLL_F32) leave_residual((float*)to.residual + at, x, carried, live);
-  else leave_residual((coll_bf16*)to.residual + at, x, carried, live);
+  for (int j = 0; j < COLL_PACK; ++j) {
+    if (j < live) wire[j] = element_of<E>::from(words.at, j);
+  }
 }
 
-// A thread stores those packs that it has loaded, so that no other thread may have changed the
-// values or the residual in between.
-template <class F>
-static __device__ __forceinline__ void encode_tile(const coll_encoder& to, int64_t tile, int count, coll_encode_space* space) {
-  if (F::kScaled) find_scales<F>(to, tile, count, space);
+template <class F, bool kWhole>
+static __device__ __forceinline__ void leave_residual_of(const coll_encoder& to, const float* x,
+                                                         const coll_words<sizeof(typename F::element)>& words, float scale,
+                                                         int64_t at, int live) {
+  float carried[COLL_PACK];
+  coll_values_of_four(F(), words.at, carried);
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) carried[j] = F::kScaled ? carried[j] * scale : carried[j];
+  if (to.residual_type == COLL_F32) leave_residual<float, kWhole>((float*)to.residual + at, x, carried, live);
+  else leave_residual<coll_bf16, kWhole>((coll_bf16*)to.residual + at, x, carried, live);
+}
+
+// Rows from `row` of a strip on; `scales`: what scale_of_lane returned.
+template <class F, int kRows, bool kWhole, bool kPlain>
+static __device__ __forceinline__ void encode_rows(const coll_encoder& to, float (*x)[COLL_PACK], float scales, int row,
+                                                   int64_t tile, int at, int count) {
+  if constexpr (kPlain) {
+    COLL_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      coll_words<sizeof(typename F::element)> words;
+      float inverse = F::kScaled ? __shfl_sync(0xffffffffu, scales, row + i + COLL_STRIP_ROWS) : 1.0f;
+      round_pack<F>(words.at, x[i], inverse);
+      store_words<F, kWhole>(to, words, tile + at + i * COLL_STRIP_ROW, count - at - i * COLL_STRIP_ROW);
+    }
+    return;
+  }
+  // One text for all rows, which come to the first one's registers in turn: it is long.
+  coll_words<sizeof(typename F::element)> words;
   COLL_KEEP_LOOP
-  for (int first = threadIdx.x * COLL_PACK; first < COLL_LANES; first += blockDim.x * COLL_PACK) {
-    COLL_KEEP_LOOP
-    for (int at = first; at < count; at += COLL_LANES) {
-      coll_pack_of<float> x = *(const coll_pack_of<float>*)&space->values[at];
-      coll_block_scale s = {1.0f, 1.0f};
-      if (F::kScaled) s = space->scales[at >> block_shift(to.block)];
-      encode_pack<F>(to, x.at, s, tile + at, count - at);
+  for (int i = 0; i < kRows; ++i) {
+    float inverse = F::kScaled ? __shfl_sync(0xffffffffu, scales, row + i + COLL_STRIP_ROWS) : 1.0f;
+    float scale = F::kScaled ? __shfl_sync(0xffffffffu, scales, row + i) : 1.0f;
+    int own = at + i * COLL_STRIP_ROW;
+    if (to.stochastic) round_pack_at_random<F>(words.at, x[0], inverse, to, tile + own);
+    else round_pack<F>(words.at, x[0], inverse);
+    store_words<F, kWhole>(to, words, tile + own, count - own);
+    if (to.residual) leave_residual_of<F, kWhole>(to, x[0], words, scale, tile + own, count - own);
+    COLL_UNROLL
+    for (int next = 1; next < kRows; ++next) {
+      COLL_UNROLL
+      for (int j = 0; j < COLL_PACK; ++j) x[next - 1][j] = x[next][j];
     }
   }
+}
+
+// The blocks' scales into the wire.
+static __device__ __forceinline__ void leave_scales(const coll_encoder& to, float scales, int64_t tile, int strip, int count) {
+  int row = threadIdx.x % COLL_WARP * COLL_STRIP_ROW;
+  if (row >= COLL_STRIP || (row & (to.block - 1)) != 0 || strip + row >= count) return;
+  ((float*)((char*)to.wire + coll_wire_scales_at(to.count, to.format)))[(tile + strip + row) >> block_shift(to.block)] = scales;
+}
+
+template <class F, bool kWhole, bool kPlain, class Source>
+static __device__ __forceinline__ void encode_loaded(const Source& source, const coll_encoder& to, float (*x)[COLL_PACK],
+                                                     int32_t amax, int64_t tile, int strip, int at, int count) {
+  float scales = F::kScaled ? scale_of_lane(amax, to.block, F::kLimit) : 1.0f;
+  if constexpr (kWhole) {
+    encode_rows<F, COLL_STRIP_ROWS, true, kPlain>(to, x, scales, 0, tile, at, count);
+  } else {
+    COLL_KEEP_LOOP
+    for (int row = 0; row < COLL_STRIP_ROWS; ++row) {
+      take_rows<1, kPlain>(x, source, to, tile, at + row * COLL_STRIP_ROW, count);
+      encode_rows<F, 1, false, kPlain>(to, x, scales, row, tile, at + row * COLL_STRIP_ROW, count);
+    }
+    __syncwarp();
+  }
+  if (F::kScaled) leave_scales(to, scales, tile, strip, count);
+}
+
+// A strip, from element `strip` of a tile on. A lane stores the packs that it has loaded, and the
+// scales come last, so that the wire may be one of those that are read. kWhole: all of its elements
+// are there, and all addresses take packs; elsewhere it is read twice, row by row, since registers
+// hold no loop's rows.
+template <bool kWhole, bool kPlain, class Source>
+static __device__ __forceinline__ void encode_strip(const Source& source, const coll_encoder& to, int64_t tile, int strip,
+                                                    int count) {
+  constexpr int kRows = kWhole ? COLL_STRIP_ROWS : 1;
+  int at = strip + threadIdx.x % COLL_WARP * COLL_PACK;
+  bool scaled = coll_wire_scaled(to.format);
+  float x[kRows][COLL_PACK];
+  int32_t amax = 0;
+  if (kWhole) take_rows<kRows, kPlain>(x, source, to, tile, at, count);
+  if (kWhole && scaled) {
+    COLL_UNROLL
+    for (int row = 0; row < kRows; ++row) {
+      int32_t most = largest_of_row<true>(x[row], COLL_PACK);
+      amax = threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;
+    }
+  }
+  if (!kWhole && scaled) {
+    COLL_KEEP_LOOP
+    for (int row = 0; row < COLL_STRIP_ROWS; ++row) {
+      take_rows<1, kPlain>(x, source, to, tile, at + row * COLL_STRIP_ROW, count);
+      int32_t most = largest_of_row<false>(x[0], count - at - row * COLL_STRIP_ROW);
+      amax = threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;
+    }
+  }
+#define COLL_DO(F) encode_loaded<F, kWhole, kPlain>(source, to, x, amax, tile, strip, at, count)
+  COLL_FOR_WIRE(to.format, COLL_DO)
+#undef COLL_DO
 }
 
 // What lies between the payload and the scales, and behind them: at most 15 bytes and 3 scales.
 static __device__ __forceinline__ void clear_padding(const coll_encoder& to) {
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x % COLL_WARP != 0) return;
   int64_t scales_at = coll_wire_scales_at(to.count, to.format);
   for (int64_t i = to.count * coll_wire_width(to.format); i < scales_at; ++i) ((uint8_t*)to.wire)[i] = 0;
   if (!coll_wire_scaled(to.format)) return;
@@ -414,19 +242,26 @@ static __device__ __forceinline__ void clear_padding(const coll_encoder& to) {
   for (int64_t i = blocks; i % 4 != 0; ++i) scales[i] = 0.0f;
 }
 
-// Tile `tile` of a wire; `packs`: all addresses allow packs.
-template <class Source>
-static __device__ __forceinline__ void encode(const Source& source, const coll_encoder& to, int64_t tile, bool packs,
-                                              coll_encode_space* space) {
+// The strip from element `strip` of tile `tile` of a wire on; `packs`: all addresses take packs.
+template <bool kPlain, class Source>
+static __device__ __forceinline__ void encode(const Source& source, const coll_encoder& to, int64_t tile, int strip, bool packs) {
   int64_t first = tile * COLL_TILE, left = to.count - first;
   int count = (int)(left < COLL_TILE ? left : COLL_TILE);
-  if (!packs || count < COLL_TILE) gather_tile<1>(source, to, first, count, space);
-  else if (to.residual) gather_tile<COLL_ROWS / 2>(source, to, first, count, space);
-  else gather_tile<COLL_ROWS>(source, to, first, count, space);
-#define COLL_DO(F) encode_tile<F>(to, first, count, space)
-  COLL_FOR_WIRE(to.format, COLL_DO)
-#undef COLL_DO
-  if (left <= COLL_TILE) clear_padding(to);
+  if (strip >= count) return;
+  if (packs && strip + COLL_STRIP <= count) encode_strip<true, kPlain>(source, to, first, strip, count);
+  else encode_strip<false, kPlain>(source, to, first, strip, count);
+  if (left <= strip + COLL_STRIP) clear_padding(to);
+}
+
+// f(tile, strip) for each of this warp's strips. No memory has 2^32 strips.
+template <class F>
+static __device__ __forceinline__ void for_each_strip(int64_t tiles, F f) {
+  constexpr uint32_t kStrips = COLL_TILE / COLL_STRIP;
+  uint32_t warps = blockDim.x / COLL_WARP, strips = (uint32_t)tiles * kStrips;
+  COLL_KEEP_LOOP
+  for (uint32_t i = blockIdx.x * warps + threadIdx.x / COLL_WARP; i < strips; i += gridDim.x * warps) {
+    f(i / kStrips, (int)(i % kStrips * COLL_STRIP));
+  }
 }
 
 // f(tile) for each of this block's tiles. No memory has 2^31 tiles.
@@ -436,27 +271,44 @@ static __device__ __forceinline__ void for_each_tile(int64_t tiles, F f) {
   for (uint32_t tile = blockIdx.x; tile < (uint32_t)tiles; tile += gridDim.x) f(tile);
 }
 
-COLL_KERNEL_HELD(COLL_ENCODERS) coll_quantize(const __grid_constant__ coll_quantize_args a) {
-  __shared__ coll_encode_space space;
+// The part that a tile belongs to.
+template <class Args>
+static __device__ __forceinline__ uint32_t part_of(const Args& a, uint32_t tile, uint32_t tiles) {
+  return a.work.tiles == tiles ? 0 : tile / tiles;
+}
+
+template <bool kPlain>
+static __device__ __forceinline__ void quantize(const coll_quantize_args& a) {
   double scale = coll_factor(a.scale, a.scale_at);
-  for_each_tile(a.work.tiles, [&](uint32_t tile) {
-    uint32_t tiles = (uint32_t)coll_tiles_of(a.to.count), part = tile / tiles;
-    coll_quantize_args own = coll_part_of(a, part);
+  uint32_t tiles = (uint32_t)coll_tiles_of(a.to.count);
+  bool packs = takes_packs(a.source, a.source_type, a.parts.stride) &&
+               takes_packs((const void*)((uint64_t)a.to.wire | (uint64_t)a.parts.wire_stride), a.to.format) &&
+               (kPlain || !a.to.residual || takes_packs(a.to.residual, a.to.residual_type, a.parts.stride));
+  for_each_strip(a.work.tiles, [&](uint32_t tile, int strip) {
+    uint32_t part = part_of(a, tile, tiles);
+    coll_quantize_args own = a;
+    if (part != 0) own = coll_part_of(a, part);
     coll_from_tensor source = {own.source, scale, a.source_type};
-    bool packs = takes_packs(own.source, a.source_type) && takes_packs(own.to.residual, a.to.residual_type);
-    encode(source, own.to, tile - part * tiles, packs, &space);
+    encode<kPlain>(source, own.to, tile - part * tiles, strip, packs);
   });
 }
 
-COLL_KERNEL_HELD(COLL_ENCODERS) coll_requantize(COLL_WITH_ROWS(coll_requantize_args) launch) {
-  __shared__ coll_encode_space space;
+template <bool kPlain>
+static __device__ __forceinline__ void requantize(const coll_launch<coll_requantize_args>& launch) {
   const coll_requantize_args& a = launch.args;
   coll_decoder from = a.from;
   from.wires = wires_of(launch);
   coll_from_wires source = {from, (float)coll_factor(from.scale, from.scale_at)};
-  bool packs = takes_packs(from) && takes_packs(a.to.residual, a.to.residual_type);
-  for_each_tile(a.work.tiles, [&](uint32_t tile) { encode(source, a.to, tile, packs, &space); });
+  bool packs = takes_packs(from) && takes_packs(a.to.wire, a.to.format) &&
+               (kPlain || !a.to.residual || takes_packs(a.to.residual, a.to.residual_type));
+  for_each_strip(a.work.tiles, [&](uint32_t tile, int strip) { encode<kPlain>(source, a.to, tile, strip, packs); });
 }
+
+// Without a residual, rounded to nearest; and with either: more registers and a longer text.
+COLL_KERNEL_HELD(COLL_ENCODERS) coll_quantize(const __grid_constant__ coll_quantize_args a) { quantize<true>(a); }
+COLL_KERNEL_HELD(COLL_FEEDBACKS) coll_quantize_feedback(const __grid_constant__ coll_quantize_args a) { quantize<false>(a); }
+COLL_KERNEL_HELD(COLL_ENCODERS) coll_requantize(COLL_WITH_ROWS(coll_requantize_args) a) { requantize<true>(a); }
+COLL_KERNEL_HELD(COLL_FEEDBACKS) coll_requantize_feedback(COLL_WITH_ROWS(coll_requantize_args) a) { requantize<false>(a); }
 
 // ---- A tensor out.
 template <class D, int kRows, bool kAdd>
@@ -467,7 +319,7 @@ static __device__ __forceinline__ void store_rows(D* tile, const float (*x)[COLL
     D* to = tile + at + row * COLL_LANES;
     coll_words<sizeof(D)> old;
     if (kAdd && kRows > 1) old = *(const coll_words<sizeof(D)>*)to;
-    else if (kAdd) load_packs<kRows>(&old, tile, at, count);
+    else if (kAdd) load_packs<kRows, COLL_LANES>(&old, tile, at, count);
     coll_pack_of<D> pack;
     COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) {
@@ -502,7 +354,7 @@ static __device__ __forceinline__ void store(const coll_dequantize_args& a, cons
 }
 
 // Returns the number of bad values of this thread.
-template <int kRows>
+template <int kRows, bool kMany>
 static __device__ __forceinline__ uint32_t decode_tile(const coll_dequantize_args& a, const coll_decoder& from, float scale,
                                                        int64_t tile, int count, coll_pack_of<float>* lanes) {
   uint32_t bad = 0;
@@ -513,7 +365,7 @@ static __device__ __forceinline__ uint32_t decode_tile(const coll_dequantize_arg
     COLL_KEEP_LOOP
     for (int at = column * COLL_PACK; at < count; at += kRows * COLL_LANES) {
       float x[kRows][COLL_PACK];
-      decode_any<kRows>(x, from, scale, tile, at, count);
+      decode_any<kRows, COLL_LANES, kMany>(x, from, scale, tile, at, count);
       if (a.work.sums) {
         COLL_UNROLL
         for (int row = 0; row < kRows; ++row) {
@@ -521,9 +373,10 @@ static __device__ __forceinline__ uint32_t decode_tile(const coll_dequantize_arg
           for (int j = 0; j < COLL_PACK; ++j) {
             if (kRows == 1 && at + j >= count) continue;
             sums.at[j] += x[row][j] * x[row][j];
-            bad += coll_is_bad(x[row][j], limit);
+            if (kRows == 1) bad += coll_is_bad(x[row][j], limit);
           }
         }
+        if (kRows > 1) bad += coll_count_bad<kRows * COLL_PACK>(x[0], limit);
       }
       store<kRows>(a, x, tile, at, count);
     }
@@ -532,23 +385,31 @@ static __device__ __forceinline__ uint32_t decode_tile(const coll_dequantize_arg
   return bad;
 }
 
-COLL_KERNEL_HELD(4) coll_dequantize(COLL_WITH_ROWS(coll_dequantize_args) launch) {
+template <bool kMany>
+static __device__ __forceinline__ void dequantize(const coll_launch<coll_dequantize_args>& launch) {
   const coll_dequantize_args& a = launch.args;
-  __shared__ coll_pack_of<float> lanes[COLL_PACKS];
-  __shared__ uint32_t bad;
+  __shared__ coll_share_space<float, 1> space;
+  int turn = 0;
+  if (a.work.sums) coll_begin_shares(&space);
   float scale = (float)coll_factor(a.from.scale, a.from.scale_at);
   coll_decoder own_wires = a.from;
   own_wires.wires = wires_of(launch);
-  bool wires_take_packs = takes_packs(own_wires) && a.parts.wire_stride % 16 == 0;
+  bool take_packs = takes_packs(own_wires) && a.parts.wire_stride % 16 == 0 && (!kMany || takes_packs(a.out, a.out_type));
   for_each_tile(a.work.tiles, [&](uint32_t tile) {
-    uint32_t tiles = (uint32_t)coll_tiles_of(a.from.count), part = tile / tiles;
-    coll_dequantize_args own = coll_part_of(a, part);
+    uint32_t tiles = (uint32_t)coll_tiles_of(a.from.count), part = kMany ? 0 : part_of(a, tile, tiles);
+    coll_dequantize_args own = kMany ? a : coll_part_of(a, part);
     own.from.wires = own_wires.wires;
     int64_t at = (int64_t)(tile - part * tiles) * COLL_TILE, left = own.from.count - at;
     int count = (int)(left < COLL_TILE ? left : COLL_TILE);
-    bool packs = wires_take_packs && takes_packs(own.out, a.out_type) && count == COLL_TILE;
-    uint32_t own_bad = packs ? decode_tile<COLL_ROWS>(own, own.from, scale, at, count, lanes)
-                             : decode_tile<1>(own, own.from, scale, at, count, lanes);
-    if (a.work.sums) coll_leave_share(a.work, tile, (float*)lanes, &bad, own_bad);
+    bool packs = take_packs && (kMany || takes_packs(own.out, a.out_type)) && count == COLL_TILE;
+    coll_pack_of<float>* lanes = (coll_pack_of<float>*)space.lanes[0];
+    uint32_t own_bad = packs
+                           ? decode_tile<COLL_ROWS, kMany>(own, own.from, scale, at, COLL_TILE, lanes)
+                           : decode_tile<1, kMany>(own, own.from, scale, at, count, lanes);
+    if (a.work.sums) coll_leave_share<float>(a.work, tile, &space, &turn, own_bad);
   });
 }
+
+// One wire for each part, and several wires of one part.
+COLL_KERNEL_HELD(COLL_DECODERS) coll_dequantize(COLL_WITH_ROWS(coll_dequantize_args) a) { dequantize<false>(a); }
+COLL_KERNEL_HELD(COLL_DECODERS) coll_reduce_wires(COLL_WITH_ROWS(coll_dequantize_args) a) { dequantize<true>(a); }

@@ -116,10 +116,11 @@ static __device__ __forceinline__ void add_statistics(const A (*values)[kPack], 
     for (int j = 0; j < kPack; ++j) {
       if (kPack > 1 || i + row * COLL_LANES < count) {
         sums[j] += values[row][j] * values[row][j];
-        *bad += coll_is_bad(values[row][j], limit);
+        if (kPack == 1) *bad += coll_is_bad(values[row][j], limit);
       }
     }
   }
+  if (kPack > 1) *bad += coll_count_bad<kRows * kPack>(values[0], limit);
 }
 
 // The type of the sources. A kernel for one type has half the registers of one that asks which type
@@ -221,17 +222,18 @@ static __device__ __forceinline__ coll_reduce_args coll_reduce_of(const coll_lau
 template <class S, class A>
 static __device__ __forceinline__ void reduce_floats(const coll_launch<coll_reduce_args>& launch) {
   coll_reduce_args a = coll_reduce_of(launch);
-  __shared__ A lanes[COLL_LANES];
-  __shared__ uint32_t bad;
+  __shared__ coll_share_space<A, sizeof(A) == 8 ? 1 : 2> space;
+  int turn = 0;
+  if (a.work.sums) coll_begin_shares(&space);
   bool packs = takes_packs(a);
   int64_t last = a.work.tiles * ((int64_t)blockIdx.x + 1) / gridDim.x;
   COLL_KEEP_LOOP
   for (int64_t tile = a.work.tiles * (int64_t)blockIdx.x / gridDim.x; tile < last; ++tile) {
     int count = elements_of(a, tile);
     uint32_t own_bad = 0;
-    if (packs && count == COLL_TILE) reduce_float<S, A, COLL_PACK>(a, tile, count, lanes, &own_bad);
-    else reduce_float<S, A, 1>(a, tile, count, lanes, &own_bad);
-    if (a.work.sums) coll_leave_share(a.work, tile, lanes, &bad, own_bad);
+    if (packs && count == COLL_TILE) reduce_float<S, A, COLL_PACK>(a, tile, count, space.lanes[turn], &own_bad);
+    else reduce_float<S, A, 1>(a, tile, count, space.lanes[turn], &own_bad);
+    if (a.work.sums) coll_leave_share<A>(a.work, tile, &space, &turn, own_bad);
   }
 }
 
@@ -260,7 +262,12 @@ COLL_KERNEL coll_reduce_bf16(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats
 COLL_KERNEL coll_reduce_f16(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_fp16, float>(a); }
 COLL_KERNEL coll_reduce_e4m3(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_e4m3, float>(a); }
 COLL_KERNEL coll_reduce_e5m2(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<coll_e5m2, float>(a); }
-COLL_KERNEL coll_reduce_f64(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<double, double>(a); }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define COLL_WIDES 2  // left to itself the compiler spills registers
+#else
+#define COLL_WIDES 3
+#endif
+COLL_KERNEL_HELD(COLL_WIDES) coll_reduce_f64(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<double, double>(a); }
 // Sources of any other floating type into fp64.
 COLL_KERNEL coll_reduce_wide(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_floats<narrow, double>(a); }
 COLL_KERNEL coll_reduce_int8(COLL_WITH_ROWS(coll_reduce_args) a) { reduce_integers<int8_t, uint8_t>(a, a.args.source_type == COLL_I8); }

@@ -1,9 +1,10 @@
 // Common parts of the CUDA launchers: the block's part in the sums of a tile. Any block of up to 256
-// threads will do.
+// threads in whole warps will do.
 //
 // The text of the kernels is compiled by NVRTC, and in CI also by the host compiler round a small
-// shim: keep to plain C++ and to threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __shared__ and
-// __syncthreads.
+// shim: keep to plain C++ and to threadIdx.x, blockIdx.x, blockDim.x, gridDim.x, __shared__,
+// __syncthreads, and the shuffles and __byte_perm that the shim has; other instructions stand beside a
+// plain form, by __CUDA_ARCH__.
 #ifndef COLL_TILE_CUH_
 #define COLL_TILE_CUH_
 
@@ -58,30 +59,107 @@ struct alignas(sizeof(T) * kPack) coll_pack_of {
   T at[kPack];
 };
 
-// Fold COLL_LANES lanes in shared memory in halves, all threads of the block together; the result
-// is lanes[0].
-template <class A>
-static __device__ __forceinline__ void coll_fold_lanes(A* lanes) {
-  for (int half = COLL_LANES / 2; half >= 1; half /= 2) {
-    __syncthreads();
-    for (int i = threadIdx.x; i < half; i += blockDim.x) lanes[i] += lanes[i + half];
+// ---- The statistics of tiles. A block's warps are whole.
+#define COLL_WARP 32
+
+static __device__ __forceinline__ int32_t coll_warp_max(int32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, x);
+#else
+  COLL_UNROLL
+  for (int by = COLL_WARP / 2; by >= 1; by /= 2) {
+    int32_t other = __shfl_xor_sync(0xffffffffu, x, by);
+    x = other > x ? other : x;
   }
+  return x;
+#endif
+}
+
+// kSets sets of lanes. With two, the other warps are in the next tile while one folds; with one, they
+// wait, and two registers less are taken.
+template <class A, int kSets = 2>
+struct alignas(sizeof(A) * COLL_PACK) coll_share_space {
+  A lanes[kSets][COLL_LANES];
+  uint32_t bad[kSets];
+};
+
+// Before the first tile, by all threads.
+template <class A, int kSets>
+static __device__ __forceinline__ void coll_begin_shares(coll_share_space<A, kSets>* space) {
+  if (threadIdx.x < kSets) space->bad[threadIdx.x] = 0;
   __syncthreads();
 }
 
-// Write one tile's statistics: sum of the lanes, and of the threads' own counts.
+// The sum of COLL_LANES lanes in shared memory, folded in halves, by one warp: thread l has lanes
+// 4 l to 4 l + 3 of each 128, so that the first three halves are its own, the next five are other
+// threads', and the last two its own again.
 template <class A>
-static __device__ __forceinline__ void coll_leave_share(const coll_work& work, int64_t tile, A* lanes, uint32_t* bad,
-                                                        uint32_t own_bad) {
-  if (threadIdx.x == 0) *bad = 0;
-  __syncthreads();
-  if (own_bad) atomicAdd(bad, own_bad);
-  coll_fold_lanes(lanes);
-  if (threadIdx.x == 0) {
-    work.sums[tile] = (double)lanes[0];
-    work.bad[tile] = *bad;
+static __device__ __forceinline__ A coll_fold_lanes(const A* lanes) {
+  static_assert(COLL_PACKS == 8 * COLL_WARP, "eight packs a thread");
+  typedef coll_pack_of<A> Pack;
+  const Pack* packs = (const Pack*)lanes + threadIdx.x % COLL_WARP;
+  A sums[COLL_PACK];
+  Pack even[2], odd[2];
+  COLL_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    Pack a = packs[2 * k * COLL_WARP], b = packs[(2 * k + 4) * COLL_WARP];
+    Pack c = packs[(2 * k + 1) * COLL_WARP], d = packs[(2 * k + 5) * COLL_WARP];
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) {
+      even[k].at[j] = a.at[j] + b.at[j];
+      odd[k].at[j] = c.at[j] + d.at[j];
+    }
   }
+  COLL_UNROLL
+  for (int j = 0; j < COLL_PACK; ++j) sums[j] = (even[0].at[j] + even[1].at[j]) + (odd[0].at[j] + odd[1].at[j]);
+  COLL_UNROLL
+  for (int by = COLL_WARP / 2; by >= 1; by /= 2) {
+    COLL_UNROLL
+    for (int j = 0; j < COLL_PACK; ++j) sums[j] += __shfl_down_sync(0xffffffffu, sums[j], by);
+  }
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// Write one tile's statistics: the sum of its lanes, and of the threads' own counts. `turn`: which
+// set this tile has; becomes the next tile's. All threads of the block together.
+template <class A, class S, int kSets>
+static __device__ __forceinline__ void coll_leave_share(const coll_work& work, int64_t tile, coll_share_space<S, kSets>* space,
+                                                        int* turn, uint32_t own_bad) {
+  int own = kSets == 1 ? 0 : *turn;
+  *turn = kSets - 1 - own;
+  if (own_bad) atomicAdd(&space->bad[own], own_bad);
   __syncthreads();
+  if (threadIdx.x / COLL_WARP == (uint32_t)tile % (blockDim.x / COLL_WARP)) {
+    A sum = coll_fold_lanes((const A*)space->lanes[own]);
+    if (threadIdx.x % COLL_WARP == 0) {
+      work.sums[tile] = (double)sum;
+      work.bad[tile] = space->bad[own];
+      space->bad[own] = 0;
+    }
+  }
+  if (kSets == 1) __syncthreads();
+}
+
+// How many of some values are bad. There is seldom one: their largest magnitude shows it.
+template <int kCount>
+static __device__ __forceinline__ uint32_t coll_count_bad(const float* x, float limit) {
+  int32_t most = 0;
+  COLL_UNROLL
+  for (int i = 0; i < kCount; ++i) most = coll_larger_magnitude(most, x[i]);
+  uint32_t bad = 0;
+  if (coll_is_bad(coll_bits_float((uint32_t)most), limit)) {
+    COLL_UNROLL
+    for (int i = 0; i < kCount; ++i) bad += coll_is_bad(x[i], limit);
+  }
+  return bad;
+}
+
+template <int kCount>
+static __device__ __forceinline__ uint32_t coll_count_bad(const double* x, double limit) {
+  uint32_t bad = 0;
+  COLL_UNROLL
+  for (int i = 0; i < kCount; ++i) bad += coll_is_bad(x[i], limit);
+  return bad;
 }
 
 #endif

@@ -59,6 +59,6 @@ def test_launches_do_not_grow_with_the_ranks(device):
     how = {} if device == "host" else {"device": device}
     two, four = (run_ranks(count_launches, ranks, **how)[0] for ranks in (2, 4))
     assert two == four
-    assert two["int8"] == {"coll_quantize": 1, "coll_requantize": 1, "coll_dequantize": 1}
-    assert two["int8, scatter"] == {"coll_quantize": 1, "coll_dequantize": 1}
+    assert two["int8"] == {"coll_quantize_feedback": 1, "coll_requantize_feedback": 1, "coll_dequantize": 1}
+    assert two["int8, scatter"] == {"coll_quantize_feedback": 1, "coll_reduce_wires": 1}
     assert two["gather"] == {"coll_quantize": 1, "coll_dequantize": 1}

@@ -37,12 +37,15 @@ class Case(NamedTuple):
     written: float
 
 
-PAIRS = {"f32": 4, "bf16": 2, "f16": 2}
+PAIRS = {"f32": 4, "bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}
 CASES = {
     "coll_copy": Case("any", 64, 1),
     **{
         f"coll_cast_{one}_{other}": Case("16 elements", 16 * PAIRS[one], PAIRS[other] / PAIRS[one])
-        for one, other in (name.split("_") for name in "f32_f32 f32_bf16 f32_f16 bf16_f32 bf16_bf16 f16_f32".split())
+        for one, other in (
+            ("f32", "f32"), ("f32", "bf16"), ("f32", "f16"), ("f32", "e4m3"), ("f32", "e5m2"), ("bf16", "f32"),
+            ("bf16", "bf16"), ("f16", "f32"),
+        )
     },
     "coll_cast": Case("fp32 to fp8", 64, 1 / 4),
     "coll_cast_wide": Case("fp64", 128, 1),
@@ -52,8 +55,11 @@ CASES = {
     **{f"coll_reduce_{name}": Case("4 sources, 2 at a time", 64, 1 / 4) for name in "f64 int32 int64".split()},
     "coll_reduce_wide": Case("4 sources of fp32, 2 at a time", 32, 1 / 2),
     "coll_quantize": Case("fp32 to int8", 64, 1 / 4),
+    "coll_quantize_feedback": Case("fp32 to int8; the residual comes after", 64, 1 / 4),
     "coll_dequantize": Case("one wire of int8 to fp32", 16, 4),
-    "coll_requantize": Case("4 wires of int8, 2 at a time", 32, 1 / 4),
+    "coll_reduce_wires": Case("4 wires of int8 to fp32, 2 at a time", 32, 1),
+    "coll_requantize": Case("4 wires of int8", 64, 1 / 4),
+    "coll_requantize_feedback": Case("4 wires of int8; the residual comes after", 64, 1 / 4),
     "coll_adam": Case("fp32", 32, 3 / 4),
     "coll_sgd": Case("fp32 with momentum", 32, 2 / 3),
 }
@@ -73,7 +79,7 @@ TOO_FEW: dict[tuple[str, str], str] = {
         ): "sums of narrow types in fp64 take 107 registers, two blocks; no front end asks for it"
         for arch in ARCHITECTURES
     },
-    ("coll_requantize", "sm_100"): "three blocks: the compiler spills registers for four",
+    ("coll_reduce_wires", "sm_100"): "two blocks: the compiler spills registers for three",
 }
 
 # What a text is compiled for, so that the stretches of other types aren't taken for this one's.

@@ -142,7 +142,7 @@ def dequantize(arena: Arena) -> None:
 
 
 def reduce_wires(arena: Arena) -> None:
-    for n, format, over in ((3, "int8", 3), (4, "fp8_e5m2", None), (2, "bf16", 2)):
+    for n, format, over in ((3, "int8", 3), (5, "fp8_e5m2", None), (2, "bf16", 2)):
         wires = filled(arena, n, TAIL, format)
         kernels.reduce_wires(wires, arena.empty(TAIL, torch.float32), format=format, block=128, average_over=over)
         out, left = wire(arena, TAIL, format), arena.normal(TAIL)
@@ -166,27 +166,35 @@ WIRE = (quantize_scaled, quantize_plain, dequantize, reduce_wires, wire_parts)
 def wire_formats() -> Rows:
     return [
         *plant(
-            "cuda/quantize.cu", "", WIRE,
+            "cuda/wire.cuh", "cuda/quantize.cu", WIRE,
             ("if (live >= COLL_PACK && (uint64_t)to", "if ((uint64_t)to"),
-            ("(uint64_t)(coll_width(type) * COLL_PACK)", "(uint64_t)coll_width(type)"),
+            ("(uint64_t)(coll_width(type) * COLL_PACK - 1)", "(uint64_t)(coll_width(type) - 1)"),
             ("if (j < live) to[j]", "if (j <= live) to[j]"),
-            ("groups = (packs + COLL_GROUP - 1) / COLL_GROUP;\n  __syncthreads();", "groups = packs / COLL_GROUP + 1;"),
-            ("group_amax[group] = amax;\n  }\n  __syncthreads();", "group_amax[group] = amax;\n  }\n"),
-            ("scales[block] = s.scale;\n  }\n  __syncthreads();", "scales[block] = s.scale;\n  }\n"),
-            ("pack < (group + 1) * COLL_GROUP && pack < packs", "pack < (group + 1) * COLL_GROUP"),
-            ("group < (block + 1) * groups_of_block && group < groups", "group < (block + 1) * groups_of_block"),
-            ("space->scales[at >> block_shift(to.block)]", "space->scales[at >> 8]"),
-            ("if (left <= COLL_TILE) clear_padding", "if (left < 0) clear_padding"),
-            ("i % 4 != 0; ++i) scales[i]", "i % 2 != 0; ++i) scales[i]"),
-            ("(tile + at) >> block_shift(from.block)", "(tile + at) >> 8"),
-            ("COLL_LANES >> block_shift(from.block) << 2", "COLL_LANES >> 8 << 2"),
+            ("(tile + at) >> shift", "(tile + at) >> 8"),
+            ("row * kStep >> shift << 2", "row * kStep >> 8 << 2"),
             ("x[row][j] += F::kScaled ? value", "x[row][j] = F::kScaled ? value"),
+            ("k + 4 <= wires; k += 4", "k + 4 <= wires; k += 5"),
+            ("k + 2 <= wires; k += 2", "k + 2 <= wires; k += 3"),
+            ("(average_over & (average_over - 1)) == 0", "average_over > 0"),
+        ),
+        *plant(
+            "cuda/quantize.cu", "", WIRE,
+            ("if (j < live) wire[j]", "if (j <= live) wire[j]"),
+            ("if (kWhole || j < live) most", "if (true) most"),
+            ("== row ? most : amax;\n    }\n  }\n  if (!kWhole", "== row ? most : 0;\n    }\n  }\n  if (!kWhole"),
+            ("block > by * COLL_STRIP_ROW && other", "other"),
+            ("threadIdx.x & COLL_STRIP_ROWS)", "threadIdx.x & 1)"),
+            ("(row & (to.block - 1)) != 0 || strip + row", "strip + row"),
+            ("strip + row >= count", "strip + row > count"),
+            ("x[next - 1][j] = x[next][j]", "x[next][j] = x[next - 1][j]"),
+            ("if (left <= strip + COLL_STRIP) clear_padding", "if (left < 0) clear_padding"),
+            ("i % 4 != 0; ++i) scales[i]", "i % 2 != 0; ++i) scales[i]"),
             ("(uint64_t)(to.position + at)", "(uint64_t)at"),
             ("lanes[column] = sums;", "lanes[0] = sums;"),
-            ("if (!packs || count < COLL_TILE) gather_tile<1>", "if (!packs) gather_tile<1>"),
-            ("coll_quantize_args own = coll_part_of(a, part);", "coll_quantize_args own = coll_part_of(a, 0);"),
+            ("if (packs && strip + COLL_STRIP <= count)", "if (packs)"),
+            ("if (part != 0) own = coll_part_of(a, part);", ""),
             ("(int64_t)(tile - part * tiles) * COLL_TILE", "(int64_t)tile * COLL_TILE"),
-            ("k + 2 <= from.wire_count; k += 2", "k + 2 <= from.wire_count; k += 3"),
+            ("i += gridDim.x * warps", "i += gridDim.x * warps + 1"),
             ("tile += gridDim.x", "tile += gridDim.x + 1"),
         ),
         *plant(

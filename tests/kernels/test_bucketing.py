@@ -428,7 +428,10 @@ MUTANTS = {
         "for (int row = COLL_ROWS - 1; row >= 0; --row) {\n      sum +=",
     ),
     "a block's last tile": ("(int64_t)blockIdx.x + 1) / gridDim.x;", "(int64_t)blockIdx.x + 1) / gridDim.x - 1;"),
-    "lanes folded as neighbours": ("lanes[i] += lanes[i + half]", "lanes[i] = lanes[2 * i] + lanes[2 * i + 1]"),
+    "lanes folded as neighbours": (
+        "(sums[0] + sums[2]) + (sums[1] + sums[3])",
+        "(sums[0] + sums[1]) + (sums[2] + sums[3])",
+    ),
     "a bad value not counted": ("*own_bad +=", "*own_bad |="),
     "a copy's last word": ("for (; i < words; i += step)", "for (; i < words - 1; i += step)"),
     "an unaligned load": ("% sizeof(coll_pack_of<S>) == 0", "% sizeof(S) == 0"),

@@ -129,17 +129,40 @@ static uint16_t shim_cvt(float high, float low, int exponent_bits, int mantissa_
   }
   return (uint16_t)(found[1] << 8 | found[0]);
 }
+static float shim_value(int bits, int exponent_bits, int mantissa_bits, int largest) {
+  int bias = (1 << (exponent_bits - 1)) - 1, magnitude = bits & 0x7f;
+  int exponent = magnitude >> mantissa_bits, fraction = magnitude & ((1 << mantissa_bits) - 1);
+  double value = exponent ? ldexp(fraction + (1 << mantissa_bits), exponent - bias - mantissa_bits)
+                          : ldexp(fraction, 1 - bias - mantissa_bits);
+  if (magnitude > largest) value = exponent_bits == 5 && fraction == 0 ? INFINITY : NAN;
+  return (float)(bits & 0x80 ? -value : value);
+}
+static float shim_larger(float most, float x) { return isnan(most) || isnan(x) ? NAN : fmaxf(most, fabsf(x)); }
 """
 
 
 @pytest.fixture(scope="module")
 def text() -> shim.Text:
-    """quantize.cu as it is for sm_90, with the instruction as a function."""
+    """quantize.cu as it is for sm_90, with functions in place of the instructions."""
     found = cuda.source_text("quantize.cu")
+    places = {
+        'asm("{ .reg .f32 m; abs.f32 m, %2; max.NaN.f32 %0, %1, m; }" : "=f"(larger) '
+        ': "f"(coll_bits_float((uint32_t)most)), "f"(x));': "larger = shim_larger(coll_bits_float((uint32_t)most), x);",
+        "coll_halves_to_two(halves, low, high);": "",
+        'asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"\n'
+        '      : "=f"(*low), "=f"(*high) : "r"(halves));': "",
+    }
     for name, numbers in (("e4m3x2", "4, 3, 0x7e"), ("e5m2x2", "5, 2, 0x7b")):
         asm = f'asm("cvt.rn.satfinite.{name}.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));'
-        assert found.count(asm) == 1
-        found = found.replace(asm, f"two = shim_cvt(high, low, {numbers});")
+        places[asm] = f"two = shim_cvt(high, low, {numbers});"
+        asm = f'asm("cvt.rn.f16x2.{name} %0, %1;" : "=r"(halves) : "h"((uint16_t)two));'
+        places[asm] = f"*low = shim_value(two & 0xff, {numbers}), *high = shim_value(two >> 8 & 0xff, {numbers});"
+    for name in ("bf16x2", "f16x2"):  # of casts alone
+        places[f'asm("cvt.rn.{name}.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));'] = "two = 0;"
+    for asm, function in places.items():
+        assert asm in found, asm
+        found = found.replace(asm, function)
+    assert "asm(" not in found
     return shim.Text("quantize.cu", INSTRUCTION + found)
 
 

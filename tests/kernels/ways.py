@@ -40,7 +40,7 @@ ISAS = instruction_sets()
 HOSTS = [(f"{isa} {count}", lambda isa=isa, count=count: host(isa, count)) for isa in ISAS for count in (1, 2)]
 TEXTS = [
     (f"text {grid}x{block} {order}", lambda g=grid, b=block, o=order: shim.cuda_text(grid=g, block=b, order=o))
-    for grid, block, order in ((1, 1, "forward"), (3, 64, "reverse"), (2, 256, 1), (5, 100, "forward"))
+    for grid, block, order in ((1, 32, "forward"), (3, 64, "reverse"), (2, 256, 1), (5, 96, "forward"))
 ]
 
 

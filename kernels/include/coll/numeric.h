@@ -38,6 +38,24 @@ COLL_FN float coll_bits_float(uint32_t u) {
 #endif
 }
 
+// Bits whose order is that of the magnitudes, with NaN and infinity above all numbers: their maximum
+// doesn't depend on the order in which it is taken.
+COLL_FN int32_t coll_magnitude_bits(float x) { return (int32_t)(coll_float_bits(x) & 0x7fffffffu); }
+COLL_FN bool coll_finite_bits(int32_t magnitude) { return magnitude < 0x7f800000; }
+
+// The larger one of `most` and x's magnitude bits. Since sm_80 an instruction does it, which makes
+// one NaN of all: they are above infinity either way, and nothing else is asked of them.
+COLL_FN int32_t coll_larger_magnitude(int32_t most, float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float larger;
+  asm("{ .reg .f32 m; abs.f32 m, %2; max.NaN.f32 %0, %1, m; }" : "=f"(larger) : "f"(coll_bits_float((uint32_t)most)), "f"(x));
+  return (int32_t)coll_float_bits(larger);
+#else
+  int32_t magnitude = coll_magnitude_bits(x);
+  return magnitude > most ? magnitude : most;
+#endif
+}
+
 // The element types: bits of their own, so that no overload mistakes one for an integer.
 struct coll_bf16 { uint16_t bits; };
 struct coll_fp16 { uint16_t bits; };
@@ -107,6 +125,64 @@ COLL_FN float coll_e4m3_to_float(uint8_t b) { return coll_e4m3_format::to_float(
 COLL_FN uint8_t coll_float_to_e4m3(float x) { return (uint8_t)coll_e4m3_format::from_float(x); }
 COLL_FN float coll_e5m2_to_float(uint8_t b) { return coll_e5m2_format::to_float(b); }
 COLL_FN uint8_t coll_float_to_e5m2(float x) { return (uint8_t)coll_e5m2_format::from_float(x); }
+
+// ---- 16 bits by instructions, since sm_80: two at a time, the first one in the lower half. Of numbers
+// they make the same bits as from_float and coll_float_to_bf16; of every NaN one NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define COLL_HALF_INSTRUCTIONS 1
+
+COLL_FN uint32_t coll_two_to_bf16(float low, float high) {
+  uint32_t two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+COLL_FN uint32_t coll_two_to_fp16(float low, float high) {
+  uint32_t two;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+  return two;
+}
+#else
+#define COLL_HALF_INSTRUCTIONS 0
+#endif
+
+// ---- fp8 by instructions, since sm_89: two at a time, the first one in the lower byte.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define COLL_FP8_INSTRUCTIONS 1
+
+// Of numbers they make the same bits as from_float; of every NaN the one NaN without a sign.
+COLL_FN uint32_t coll_two_to_e4m3(float low, float high) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+COLL_FN uint32_t coll_two_to_e5m2(float low, float high) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+// By way of fp16, which holds all values of both formats. Of NaN neither sign nor payload is kept.
+COLL_FN void coll_halves_to_two(uint32_t halves, float* low, float* high) {
+  asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
+      : "=f"(*low), "=f"(*high) : "r"(halves));
+}
+
+COLL_FN void coll_e4m3_to_two(uint32_t two, float* low, float* high) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)two));
+  coll_halves_to_two(halves, low, high);
+}
+
+COLL_FN void coll_e5m2_to_two(uint32_t two, float* low, float* high) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)two));
+  coll_halves_to_two(halves, low, high);
+}
+#else
+#define COLL_FP8_INSTRUCTIONS 0
+#endif
 
 // To a float so that rounding it once more, to a type of at most 22 bits, gives what one rounding
 // of the double would: toward zero, with the last bit set where anything was cut off (round to odd;

@@ -46,6 +46,7 @@ struct coll_int8_wire {
   typedef int8_t element;
   static constexpr bool kScaled = true;
   static constexpr float kLimit = 127.0f;
+  static constexpr bool kAnyRounds = true;  // to nearest: what isn't finite gives bits, too
   // 1.5 * 2^23 puts the units at the bottom of the mantissa.
   COLL_FN uint32_t nearest(float t) { return coll_float_bits(t + 12582912.0f) & 0xffu; }
   COLL_FN uint32_t at_random(float t, uint32_t random) {
@@ -62,6 +63,7 @@ struct coll_e4m3_wire {
   typedef uint8_t element;
   static constexpr bool kScaled = true;
   static constexpr float kLimit = 448.0f;
+  static constexpr bool kAnyRounds = COLL_FP8_INSTRUCTIONS;
   COLL_FN uint32_t nearest(float t) { return coll_round_in_range<coll_e4m3_format>(t); }
   COLL_FN uint32_t at_random(float t, uint32_t random) { return coll_float_to_e4m3_at_random(t, random); }
   COLL_FN float value(uint32_t element) { return coll_e4m3_format::to_float(element); }
@@ -71,6 +73,7 @@ struct coll_e5m2_wire {
   typedef uint8_t element;
   static constexpr bool kScaled = true;
   static constexpr float kLimit = 57344.0f;
+  static constexpr bool kAnyRounds = COLL_FP8_INSTRUCTIONS;
   COLL_FN uint32_t nearest(float t) { return coll_round_in_range<coll_e5m2_format>(t); }
   COLL_FN uint32_t at_random(float t, uint32_t random) { return coll_float_to_e5m2_at_random(t, random); }
   COLL_FN float value(uint32_t element) { return coll_e5m2_format::to_float(element); }
@@ -96,26 +99,56 @@ struct coll_bf16_wire {
   COLL_FN float value(uint32_t element) { return coll_bf16_to_float((uint16_t)element); }
 };
 
-// Two elements, the first of them in the lower bits.
+#if defined(__CUDACC__)
+// ---- Several elements at a time, the first of them in the lowest bits, for CUDA: there bytes are
+// put together and taken apart by one instruction each, and since sm_89 one converts two values.
 template <class F>
 COLL_FN uint32_t coll_nearest_two(F, float low, float high) {
   return F::nearest(low) | F::nearest(high) << 8 * sizeof(typename F::element);
 }
 
-// Since sm_89 an instruction converts two. Of the numbers that F::nearest takes it makes the same
-// bits; it would make the one NaN without a sign of every NaN, which is why it isn't used where a
-// value may be one.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-COLL_FN uint32_t coll_nearest_two(coll_e4m3_wire, float low, float high) {
-  uint16_t two;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
-  return two;
+// The values of the two elements in the lower bits of `two`.
+template <class F>
+COLL_FN void coll_values_of_two(F, uint32_t two, float* low, float* high) {
+  *low = F::value((typename F::element)two);
+  *high = F::value((typename F::element)(two >> 8 * sizeof(typename F::element)));
 }
 
-COLL_FN uint32_t coll_nearest_two(coll_e5m2_wire, float low, float high) {
-  uint16_t two;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
-  return two;
+#if COLL_FP8_INSTRUCTIONS
+COLL_FN uint32_t coll_nearest_two(coll_e4m3_wire, float low, float high) { return coll_two_to_e4m3(low, high); }
+COLL_FN uint32_t coll_nearest_two(coll_e5m2_wire, float low, float high) { return coll_two_to_e5m2(low, high); }
+COLL_FN void coll_values_of_two(coll_e4m3_wire, uint32_t two, float* low, float* high) { coll_e4m3_to_two(two, low, high); }
+COLL_FN void coll_values_of_two(coll_e5m2_wire, uint32_t two, float* low, float* high) { coll_e5m2_to_two(two, low, high); }
+#endif
+
+// Four elements of one byte.
+template <class F>
+COLL_FN uint32_t coll_nearest_four(F format, const float* t) {
+  return __byte_perm(coll_nearest_two(format, t[0], t[1]), coll_nearest_two(format, t[2], t[3]), 0x5410);
+}
+
+COLL_FN uint32_t coll_nearest_four(coll_int8_wire, const float* t) {
+  // As coll_int8_wire::nearest: the lowest byte of each.
+  uint32_t b0 = coll_float_bits(t[0] + 12582912.0f), b1 = coll_float_bits(t[1] + 12582912.0f);
+  uint32_t b2 = coll_float_bits(t[2] + 12582912.0f), b3 = coll_float_bits(t[3] + 12582912.0f);
+  return __byte_perm(__byte_perm(b0, b1, 0x0040), __byte_perm(b2, b3, 0x0040), 0x5410);
+}
+
+// The values of four elements; `words`: as they lie in memory.
+template <class F>
+COLL_FN void coll_values_of_four(F format, const uint32_t* words, float* values) {
+  constexpr bool kNarrow = sizeof(typename F::element) == 1;
+  coll_values_of_two(format, words[0], values, values + 1);
+  coll_values_of_two(format, kNarrow ? words[0] >> 16 : words[kNarrow ? 0 : 1], values + 2, values + 3);
+}
+
+// An element plus 128 as the lowest byte of 2^23: a conversion has a quarter of an addition's rate.
+COLL_FN void coll_values_of_four(coll_int8_wire, const uint32_t* words, float* values) {
+  uint32_t word = words[0] ^ 0x80808080u;
+  values[0] = coll_bits_float(__byte_perm(word, 0x4b000000u, 0x7440)) - 8388736.0f;
+  values[1] = coll_bits_float(__byte_perm(word, 0x4b000000u, 0x7441)) - 8388736.0f;
+  values[2] = coll_bits_float(__byte_perm(word, 0x4b000000u, 0x7442)) - 8388736.0f;
+  values[3] = coll_bits_float(__byte_perm(word, 0x4b000000u, 0x7443)) - 8388736.0f;
 }
 #endif
 
@@ -134,23 +167,21 @@ struct coll_block_scale {
   float scale, inverse;
 };
 
-// Bits whose order is that of the magnitudes, with NaN and infinity above all numbers: their maximum
-// doesn't depend on the order in which it is taken.
-COLL_FN int32_t coll_magnitude_bits(float x) { return (int32_t)(coll_float_bits(x) & 0x7fffffffu); }
-COLL_FN bool coll_finite_bits(int32_t magnitude) { return magnitude < 0x7f800000; }
-
 // `amax`: the largest of the block's coll_magnitude_bits. A block with a value that isn't finite
 // gets the scale NaN. One whose scale would not be a normal number is carried as zeros: below it
 // the scale itself, or its inverse, would be inexact or infinite.
-COLL_FN coll_block_scale coll_scale_of(int32_t amax, float limit) {
+COLL_FN float coll_scale_part(int32_t amax, float limit, bool inverse) {
   float most = coll_bits_float((uint32_t)(amax < 0x7f7ffffe ? amax : 0x7f7ffffe));
   bool tiny = most < limit * 0x1p-126f;
   float divisor = tiny ? limit : most;
-  coll_block_scale s = {tiny ? 0.0f : divisor / limit, tiny ? 0.0f : limit / divisor};
-  if (!coll_finite_bits(amax)) {
-    s.scale = coll_bits_float(0x7fc00000u);
-    s.inverse = 0.0f;
-  }
+  float part = (inverse ? limit : divisor) / (inverse ? divisor : limit);
+  if (tiny) part = 0.0f;
+  if (!coll_finite_bits(amax)) part = inverse ? 0.0f : coll_bits_float(0x7fc00000u);
+  return part;
+}
+
+COLL_FN coll_block_scale coll_scale_of(int32_t amax, float limit) {
+  coll_block_scale s = {coll_scale_part(amax, limit, false), coll_scale_part(amax, limit, true)};
   return s;
 }
 

@@ -55,6 +55,14 @@ inline T __shfl_down_sync(unsigned mask, T value, unsigned by) {
   unsigned lane = shim_lane();
   return shim_shuffle(mask, value, lane + by < 32 ? lane + by : lane, "__shfl_down_sync");
 }
+inline int __reduce_max_sync(unsigned mask, int value) {
+  for (int by = 16; by >= 1; by /= 2) {
+    int other = shim_shuffle(mask, value, shim_lane() ^ (unsigned)by, "__reduce_max_sync");
+    value = other > value ? other : value;
+  }
+  return value;
+}
+inline void __syncwarp() { shim_exchange(0, shim_lane(), "__syncwarp"); }
 
 // Only one thread runs at a time.
 template <class T>
@@ -82,6 +90,13 @@ inline int __float_as_int(float x) { return shim_bits<int>(x); }
 inline float __int_as_float(int x) { return shim_bits<float>(x); }
 inline long long __double_as_longlong(double x) { return shim_bits<long long>(x); }
 inline double __longlong_as_double(long long x) { return shim_bits<double>(x); }
+// Four of the eight bytes of a and b, by four bits each.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  uint64_t both = (uint64_t)b << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 
 // ---- What shim.py puts behind the text: the table of its kernels. Each takes one struct by value.
