@@ -37,6 +37,9 @@ class ForkedProgram:
             raise subprocess.TimeoutExpired(self._words, timeout)
         return self._process.exitcode
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
     def kill(self) -> None:
         self._process.kill()
 
