@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 
 from tests.rank_process import program_in_fork
 from tests.ranks import fork_server
 
-__all__ = ["ForkedProgram", "run_forked", "run_python"]
+__all__ = ["FORKING", "ForkedProgram", "run_forked", "run_python"]
+
+FORKING = str(Path(__file__).with_name("forking.py"))  # runs a launcher's program, whose ranks are then forked, too
 
 
 class ForkedProgram:

@@ -317,6 +317,9 @@ def run_program(words: list[str]) -> None:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(words[0], run_name="__main__")
+    except Exception:  # as Python itself does, where multiprocessing's children print it in a way of their own
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # which multiprocessing's children leave out
 

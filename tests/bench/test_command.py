@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from collectives.bench.options import PEERS
-from tests import forking, programs
+from tests import programs
 from tests.launching import clean_environment, torchrun
 
 BENCH = [sys.executable, "-m", "collectives.bench"]
@@ -40,7 +40,7 @@ def run_forked(command, *words):
 
     The run of the fixture `whole`, those under mpirun and those that are killed are started as users start them.
     """
-    done = programs.run_forked([forking.__file__, *command[1:], *map(str, words)], clean_environment(), 100)
+    done = programs.run_forked([programs.FORKING, *command[1:], *map(str, words)], clean_environment(), 100)
     return done.returncode, done.stdout, done.stderr
 
 

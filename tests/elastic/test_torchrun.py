@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forking
 from tests.launching import clean_environment, free_port, torchrun
-from tests.programs import ForkedProgram
+from tests.programs import FORKING, ForkedProgram
 from tests.project.test_imports import ROOT
 
 PROGRAM = Path(__file__).with_name("steps.py")
@@ -64,7 +63,7 @@ class Job:
         env = {**self.env, **variables}
         out = self.files.enter_context(open(self.folder / f"agent{len(self.agents)}", "w"))
         if self.forks:
-            agent = ForkedProgram([forking.__file__, *command[1:]], env, out, out, self.folder)
+            agent = ForkedProgram([FORKING, *command[1:]], env, out, out, self.folder)
         else:
             agent = subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=self.folder)
         self.agents.append(agent)
