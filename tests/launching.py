@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.programs import ForkedProgram
+from tests.programs import FORKING, ForkedProgram
 
 ROOT = str(Path(__file__).resolve().parents[1])
 LAUNCH = Path(__file__).with_name("launch")
@@ -42,9 +42,14 @@ def worker(*arguments) -> list[str]:
     return [sys.executable, WORKER, *map(str, arguments)]
 
 
+def forked(command: list[str]) -> list[str]:
+    """The command line of a launcher by this Python, changed so that its ranks and itself are forked with torch."""
+    return [sys.executable, FORKING, *command[1:]]
+
+
 def _start(command, env, out):
-    """Start a command line; what runs no launcher, and so is a worker's, in a process that has torch already."""
-    if command[:2] == [sys.executable, WORKER]:
+    """Start a command line: a worker's without a launcher, and one of `forked`, in a process that has torch already."""
+    if command[0] == sys.executable and command[1] in (WORKER, FORKING):
         return ForkedProgram(command[1:], env, out, out, tempfile.gettempdir())
     return subprocess.Popen(
         command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, cwd=tempfile.gettempdir()

@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import tempfile
+from pathlib import Path
 
 from tests.rank_process import program_in_fork
 from tests.ranks import fork_server
 
-__all__ = ["ForkedProgram", "run_forked", "run_python"]
+__all__ = ["FORKING", "ForkedProgram", "run_forked", "run_python"]
+
+FORKING = str(Path(__file__).with_name("forking.py"))  # runs a launcher's program, whose ranks are then forked, too
 
 
 class ForkedProgram:
@@ -36,6 +39,9 @@ class ForkedProgram:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(self._words, timeout)
         return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
 
     def kill(self) -> None:
         self._process.kill()

@@ -306,11 +306,20 @@ def program_in_fork(words: list[str], cwd: str, env: dict[str, str], stdout: str
 
 
 def run_program(words: list[str]) -> None:
-    """Run ``python words...`` in this process, which ends with it."""
+    """Run ``python words...``, a script or ``-m`` and a module, in this process, which ends with it."""
+    is_module = words[0] == "-m"
+    words = words[is_module:]
     sys.argv[:] = words
-    sys.path[:0] = [str(Path(words[0]).parent)]
+    first = os.getcwd() if is_module else str(Path(words[0]).parent)
+    sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if is_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except Exception:  # as Python itself does, where multiprocessing's children print it in a way of their own
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # which multiprocessing's children leave out
 

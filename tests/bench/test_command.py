@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from collectives.bench.options import PEERS
+from tests import programs
 from tests.launching import clean_environment, torchrun
 
 BENCH = [sys.executable, "-m", "collectives.bench"]
@@ -31,6 +32,15 @@ def run(command, *words, limit=100, **variables):
     done = subprocess.run(
         [*command, *map(str, words)], env=clean_environment(**variables), capture_output=True, text=True, timeout=limit
     )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_forked(command, *words):
+    """What `run` does, with a launcher and ranks that are forked with torch imported, which takes most of their time.
+
+    The run of the fixture `whole`, those with an MPI and those that are killed are started as users start them.
+    """
+    done = programs.run_forked([programs.FORKING, *command[1:], *map(str, words)], clean_environment(), 100)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -111,7 +121,7 @@ def test_no_progress_bar_in_a_pipe(whole):
 @pytest.mark.sampled(one_in=4)
 def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
     words = "--ranks 3 --op all_reduce -d all -o all --sizes 1000 -n 1 -w 0 -m 1 --json"
-    code, out, err = run(BENCH, *words.split(), tmp_path / "rows.json")
+    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.json")
     assert code == 0, out + err
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert len(rows) == 12 * (6 + 5) and not any(row["wrong"] for row in rows)
@@ -120,7 +130,7 @@ def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
 @pytest.mark.sampled(one_in=2)
 def test_wires_and_percentiles(tmp_path):
     words = "--ranks 2 --op all_reduce,all_gather,broadcast,gather --wire none,bf16,fp8 --sizes 4K -n 2 -m 1 --json"
-    code, out, err = run(BENCH, *words.split(), tmp_path / "rows.json", "--percentiles")
+    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.json", "--percentiles")
     assert code == 0, out + err
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["wire"] for row in rows} == {None, "bfloat16", "float8_e4m3fn"} and not any(r["wrong"] for r in rows)
@@ -130,7 +140,8 @@ def test_wires_and_percentiles(tmp_path):
 @pytest.mark.parametrize(("ranks", "peers"), [(2, "backend"), (3, "gloo,openmpi,mpi4py-openmpi,mpi4py-intelmpi")])
 def test_fresh_data_in_every_call(tmp_path, ranks, peers):
     words = f"--ranks {ranks} --collective all --sizes 1K,100K --fresh 1M -n 3 -m 4 --turns 2 --peers {peers}"
-    code, out, err = run(BENCH, *words.split(), "--zero-copy", "both", "--json", tmp_path / "rows.json")
+    start = run if "mpi" in peers else run_forked
+    code, out, err = start(BENCH, *words.split(), "--zero-copy", "both", "--json", tmp_path / "rows.json")
     assert code == 0 and "# fresh: before each call" in out, out + err
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert not any(row["wrong"] for row in rows) and all(row["fresh"] for row in rows)
@@ -140,7 +151,7 @@ def test_fresh_data_in_every_call(tmp_path, ranks, peers):
 
 def test_fresh_under_torchrun_corrupted_results_of_every_array_are_counted(tmp_path):
     words = ("--sizes", "1K", "-n", "2", "-m", "2", "-w", "1", "--fresh", "--json", tmp_path / "rows.json")
-    code, out, err = run([*TORCHRUN, CORRUPT], *words)
+    code, out, err = run_forked([*TORCHRUN, CORRUPT], *words)
     assert code != 0 and "# Out of bounds values : 18 FAILED" in out, out + err  # 5 arrays and the check's, 3 each
 
 
@@ -149,7 +160,7 @@ def test_under_torchrun_corrupted_results_are_counted(tmp_path):
     counted.
     """
     words = ("--sizes", "1K", "-n", "2", "-c", "2", "--json", tmp_path / "rows.json")
-    code, out, err = run([*TORCHRUN, CORRUPT], *words)
+    code, out, err = run_forked([*TORCHRUN, CORRUPT], *words)
     assert code != 0 and "# Out of bounds values : 6 FAILED" in out, out + err
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(row["in_place"], row["wrong"]) for row in rows] == [(False, 0), (True, 6)]
@@ -226,7 +237,7 @@ def test_all_end_together(end):
 
 @pytest.mark.sampled(one_in=2)
 def test_the_time_limit_is_hard():
-    code, out, err = run(BENCH, "--ranks", "2", "--sizes", "1K", "-n", "100000000", "-T", "5")
+    code, out, err = run_forked(BENCH, "--ranks", "2", "--sizes", "1K", "-n", "100000000", "-T", "5")
     assert code == 4 and "not done after --timeout 5 s" in err
 
 

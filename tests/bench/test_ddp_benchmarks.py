@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_forked
 from tests.rank_process import ROOT
 
 PROGRAMS = str(Path(__file__).with_name("programs.py"))
@@ -34,9 +33,9 @@ def runs(tmp_path_factory):
         f"spoil {BUCKET} powersgd4",
         f"spoil {LEARN} 1",
     ]
-    command = [sys.executable, PROGRAMS, "ddp", str(tmp_path_factory.mktemp("rows")), *" , ".join(lines).split()]
+    words = [PROGRAMS, "ddp", str(tmp_path_factory.mktemp("rows")), *" , ".join(lines).split()]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    done = run_forked(words, environ, 300)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
     return dict(zip(lines, results, strict=True)), done.stderr

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from collectives.sharded import fsdp2
 from tests.bench.test_ddp_benchmarks import PROGRAMS, WHERE
+from tests.programs import run_forked
 from tests.rank_process import ROOT
 
 pytestmark = pytest.mark.skipif(fsdp2._protocol is None, reason="this torch has no custom collectives in FSDP2")
@@ -24,9 +23,9 @@ def test_steps_and_memory(tmp_path):
         "memory --models 3xLinear512 --optimizers ours --ways alone fsdp2 ours",
         f"spoil {STEP} ddp ours",
     ]
-    command = [sys.executable, PROGRAMS, "sharded", str(tmp_path), *" , ".join(lines).split()]
+    words = [PROGRAMS, "sharded", str(tmp_path), *" , ".join(lines).split()]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ)
+    done = run_forked(words, environ, 300)
     assert done.returncode == 0, done.stdout + done.stderr
     steps, memory, spoiled = (json.loads(line) for line in done.stdout.splitlines())
 

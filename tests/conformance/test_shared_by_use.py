@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -17,6 +15,7 @@ from collectives.comm.malloc import allocate_with_mmap
 from collectives.environment import check_variables
 from collectives.errors import InvalidArgument
 from tests.conformance.test_zero_copy import moves
+from tests.programs import FORKING, run_forked
 from tests.ranks import run_ranks
 
 COUNT = 1 << 20  # floats: 4 MiB
@@ -382,8 +381,7 @@ def test_variable(after, want, tmp_path):
     program.write_text(PROGRAM)
     env = {name: value for name, value in os.environ.items() if name != "COLLECTIVES_SHARE_AFTER"}
     env |= {} if after is None else {"COLLECTIVES_SHARE_AFTER": after}
-    command = [sys.executable, "-m", "collectives.run", "-n", "2", str(program)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = run_forked([FORKING, "-m", "collectives.run", "-n", "2", str(program)], env, 120)
     assert f"shared: {want}\n" in done.stdout, done.stdout + done.stderr
 
 

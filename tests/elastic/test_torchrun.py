@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import clean_environment, free_port, torchrun
+from tests.programs import FORKING, ForkedProgram
 from tests.project.test_imports import ROOT
 
 PROGRAM = Path(__file__).with_name("steps.py")
@@ -38,11 +39,13 @@ def job(tmp_path):
         for pid in running.all_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        running.files.close()
 
 
 class Job:
     def __init__(self, folder: Path):
-        self.folder, self.agents = folder, []
+        self.folder, self.agents, self.files = folder, [], contextlib.ExitStack()
+        self.forks = True  # all processes are forked with torch imported, which takes longer than these tests
         points = folder / "points" / "collectives_torchrun-0.dist-info"  # as an installed package's
         points.mkdir(parents=True)
         (points / "METADATA").write_text("Metadata-Version: 2.1\nName: collectives-torchrun\nVersion: 0\n")
@@ -51,19 +54,22 @@ class Job:
         self.env["PYTHONPATH"] += os.pathsep + str(points.parent)
         self.port = free_port()
 
-    def start(self, *options, ranks=2, conf=FAST, backend="collectives", **variables) -> subprocess.Popen:
+    def start(self, *options, ranks=2, conf=FAST, backend="collectives", **variables) -> ForkedProgram:
         """Start a torchrun; it prints into a file of the folder."""
         conf = ["--rdzv-conf", conf] if conf else []
         return self.launch(torchrun(ranks, "--rdzv-backend", backend, *conf, *options, PROGRAM), **variables)
 
-    def launch(self, command, **variables) -> subprocess.Popen:
-        with open(self.folder / f"agent{len(self.agents)}", "w") as out:
-            self.agents.append(
-                subprocess.Popen(command, env={**self.env, **variables}, stdout=out, stderr=out, cwd=self.folder)
-            )
-        return self.agents[-1]
+    def launch(self, command, **variables) -> ForkedProgram | subprocess.Popen:
+        env = {**self.env, **variables}
+        out = self.files.enter_context(open(self.folder / f"agent{len(self.agents)}", "w"))
+        if self.forks:
+            agent = ForkedProgram([FORKING, *command[1:]], env, out, out, self.folder)
+        else:
+            agent = subprocess.Popen(command, env=env, stdout=out, stderr=out, cwd=self.folder)
+        self.agents.append(agent)
+        return agent
 
-    def start_node(self, number, *options, nodes="1:2", **values) -> subprocess.Popen:
+    def start_node(self, number, *options, nodes="1:2", **values) -> ForkedProgram:
         """Start the torchrun of one of several nodes, which all are this machine."""
         return self.start(
             "--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{self.port}", *options,
@@ -108,7 +114,7 @@ class Job:
             raise AssertionError(f"torchrun does not end:\n{self.rows()}\n{self.texts()}") from None
 
 
-def kill_node(agent: subprocess.Popen, rows: dict[int, dict], node: str) -> None:
+def kill_node(agent: ForkedProgram, rows: dict[int, dict], node: str) -> None:
     """Kill an agent and its workers at once, as when their machine fails."""
     agent.kill()
     for pid, row in rows.items():
@@ -118,6 +124,7 @@ def kill_node(agent: subprocess.Popen, rows: dict[int, dict], node: str) -> None
 
 @pytest.mark.parametrize("way", ["plain", pytest.param("hvd", marks=ONE_IN_6)])
 def test_a_worker_that_dies_is_started_again_alone(job, way):
+    job.forks = way != "plain"  # one of the tests is with processes as users start them
     job.start("--max-restarts", "2", WAY=way)
     before = job.wait(2)
     (victim,) = [pid for pid, row in before.items() if row["rank"] == 0]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.elastic import forking
 from tests.launching import free_port
-from tests.programs import run_forked
+from tests.programs import FORKING, run_forked
 from tests.project.test_imports import ROOT
 
 PROGRAM = Path(__file__).with_name("training.py")
@@ -34,7 +33,7 @@ def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=
         **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
     }  # fmt: skip
-    done = run_forked([forking.__file__, *options_of(ranks, limits, *options, program=program)], env, seconds)
+    done = run_forked([FORKING, *RUN[1:], *options_of(ranks, limits, *options, program=program)], env, seconds)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 

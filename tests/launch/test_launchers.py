@@ -1,4 +1,7 @@
-"""Real ranks under each launcher: they find each other, sum, close, and meet again."""
+"""Real ranks under each launcher: they find each other, sum, close, and meet again.
+
+One torchrun is started as users start it, and each mpirun; the others are forked with torch imported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.launching import SRUN, clean_environment, free_port, run, torchrun, worker
+from tests.launching import SRUN, clean_environment, forked, free_port, run, torchrun, worker
 
 
 def check(results, size, launcher, *, sums=1, local_size=None):
@@ -41,14 +44,14 @@ def test_torchrun():
 @pytest.mark.sampled(one_in=4)
 def test_torchrun_starts_the_ranks_again():
     command = torchrun(2, "--standalone", "--max-restarts", "1", *worker(30, "init", "restart", "reopen")[1:])
-    results = run((command, clean_environment()), results=2)
+    results = run((forked(command), clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
 
 
 @pytest.mark.sampled(one_in=4)
 def test_torchrun_with_the_process_group_first():
     command = torchrun(2, "--master-port", str(free_port()), *worker(30, "group-first", "init", "reopen")[1:])
-    check(run((command, clean_environment()), results=2), 2, "torchrun", sums=2)
+    check(run((forked(command), clean_environment()), results=2), 2, "torchrun", sums=2)
 
 
 @pytest.mark.sampled(one_in=4)
@@ -114,7 +117,7 @@ def test_mpi4py_where_there_is_no_address_and_more_than_one_machine(program):
 
 def test_srun_on_one_machine():
     command = [sys.executable, SRUN, "-n", "2", *worker(30, "ours", "init", "reopen")]
-    results = run((command, clean_environment()), results=2)
+    results = run((forked(command), clean_environment()), results=2)
     check(results, 2, "slurm", sums=2)
     assert [result["groups"] for result in results] == [[3.0], [3.0]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -13,7 +12,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from collectives import run as launcher
-from tests.launching import clean_environment, finish, run, started, worker
+from tests.launching import clean_environment, finish, forked, run, started, worker
+from tests.programs import FORKING, run_forked
 
 RUN = [sys.executable, "-m", "collectives.run"]
 QUICK = "import os, signal, sys, time; from pathlib import Path; rank = os.environ['RANK']\n"  # ranks without torch
@@ -122,7 +122,7 @@ def test_variables_and_horovodruns_options(prepared):
 @pytest.mark.sampled(one_in=4)
 def test_two_jobs_at_once():
     job = [*RUN, "-n", "2", *worker(30, "init", "group", "reopen")[1:]]
-    results = run((job, clean_environment()), (job, clean_environment()), results=4)
+    results = run((forked(job), clean_environment()), (forked(job), clean_environment()), results=4)
     assert [result["rank"] for result in results] == [0, 0, 1, 1]
     for result in results:
         assert result["launcher"] == "torchrun" and (result["local_rank"], result["local_size"]) == (result["rank"], 2)
@@ -158,7 +158,7 @@ def test_a_rank_that_raises_failed_before_those_whose_calls_fail_with_it(tmp_pat
 
 
 def check_first(path, code, told, printed=()):
-    done = subprocess.run([*RUN, "-n", "2", path], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = run_forked([FORKING, *RUN[1:], "-n", "2", path], clean_environment(), 60)
     assert done.returncode == code, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("collectives.run: ")]
     assert line.startswith("collectives.run: rank 1 (process ") and told in line and "first to fail" in line
