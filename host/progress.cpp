@@ -156,7 +156,7 @@ struct Run {
   }
 
   bool advance_transfers() {
-    bool moved = false;
+    bool moved = false, news = false;
     std::fill(busy.begin(), busy.end(), 0);
     for (size_t i = head; i < work.transfers.size() && open; ++i) {
       Transfer& t = work.transfers[i];
@@ -174,6 +174,7 @@ struct Run {
           return true;
         }
         if (!work.collective_count) describe(t.op, 0);
+        news = true;
       }
       moved = t.advance() || moved;
       if (t.done()) {
@@ -184,6 +185,7 @@ struct Run {
         taken = 1;
       }
     }
+    if (news || moved) work.comm->wake_sleepers();
     return moved;
   }
 
@@ -430,6 +432,22 @@ Error run_posted(Collective& collective) {
   Run run(work);
   run.describe(collective.op, collective.base + 1);
   return move_until_done(&run, 1, work.comm->spin, true);
+}
+
+Error run_posted(std::vector<Transfer>& transfers) {
+  Work work;
+  work.comm = transfers.front().op.comm;
+  work.transfers.swap(transfers);
+  Run run(work);
+  for (const Transfer& each : work.transfers) {
+    run.open -= each.done();
+    if (!each.done()) each.op.record_start();
+    if (each.error && !run.finished) run.fail(each.error);
+  }
+  run.describe(run.current(), 0);
+  Error error = move_until_done(&run, 1, work.comm->spin, true);
+  transfers.swap(work.transfers);
+  return error;
 }
 
 }  // namespace coll
