@@ -62,8 +62,9 @@ bool Collective::finish_short() {
   checked = true;
   consume(0);
   count_round();
-  // The fence in it waits for this rank's stores to reach the caches: here they are there.
-  if (at_once || !in_lockstep(op.kind)) c.wake_sleepers();
+  // The fence in it waits for this rank's stores to reach the caches: here they are there. Nobody
+  // waits for the end of a lone round: the posts of the next call's first one say it, too.
+  if (at_once) c.wake_sleepers();
   return true;
 }
 

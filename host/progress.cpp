@@ -155,6 +155,17 @@ struct Run {
     return moved;
   }
 
+  // No transfer ends before both sides have announced it. So a peer that is out when this side comes
+  // to one has given it up, or never called it: what it has put into the channel doesn't count.
+  bool peer_is_out(int peer) {
+    ncclComm& c = *work.comm;
+    if (!c.segment->header()->troubles.load(std::memory_order_acquire)) return false;
+    std::vector<int> lost = failed_peers(c, false);
+    if (std::find(lost.begin(), lost.end(), peer) == lost.end()) return false;
+    fail(remote_error(c, lost, missing()));
+    return true;
+  }
+
   bool advance_transfers() {
     bool moved = false, news = false;
     std::fill(busy.begin(), busy.end(), 0);
@@ -167,6 +178,7 @@ struct Run {
       char& taken = busy[2 * static_cast<size_t>(t.op.root) + (t.op.kind == CollKind::Send)];
       if (taken) continue;  // an earlier one of the same pair and direction goes first
       if (!t.begun) {
+        if (peer_is_out(t.op.root)) return true;
         t.begin();
         t.op.record_start();
         if (t.error) {
