@@ -19,7 +19,7 @@ cdef class GroupCalls:
 
     def __init__(self, comm):
         cdef ArrayCalls fast = calls_of(comm)
-        if fast is None or fast.comm.comm is NULL:
+        if fast is None or fast.comm.comm is NULL or fast.comm.forks != collForks:
             comm._check_open("group")
         self._comm = comm
         self._calls = []
