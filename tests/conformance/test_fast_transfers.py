@@ -23,7 +23,7 @@ def ring_in_turn(ctx, calls):
     comm, n, rank = ctx.comm(), ctx.size, ctx.rank
     queue = ctx.library.queue_create()
     draw = np.random.default_rng(5)  # on all ranks the same
-    ways = np.random.default_rng(rank).integers(0, 3, calls)  # of this rank: calling thread, queue, part of a larger group
+    ways = np.random.default_rng(rank).integers(0, 3, calls)  # this rank's own: 1 is a queue
     room = {count: (np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)) for count in SIZES}
     for i, way in enumerate(ways):
         count, kind, step = int(draw.choice(SIZES)), int(draw.integers(0, 3)), int(draw.integers(1, n))
