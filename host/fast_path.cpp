@@ -1,12 +1,14 @@
 // The fast path of one blocking collective of a few KiB, and of small sends and receives.
 //
 // It does what the full path does in the first round, or with the first chunk, and publishes the
-// same, so that each rank chooses its path by itself: its peers can't know it. What it leaves out is the work around the
-// round: tickets and their lock (order.h has what stands in for them), the objects of a batch, the
-// search for memory that could be used in place, and the fence before the data of the peers is read.
-// Where a peer isn't there after the spins, or has called something else, the full path's loop does
-// the rest, with all that it watches.
+// same, so that each rank chooses its path by itself: its peers can't know it. What it leaves out is
+// the work around the round: tickets and their lock (order.h has what stands in for them), the
+// objects of a batch, the search for memory that could be used in place, and the fence before the
+// data of the peers is read. Where a peer isn't there after the spins, or has called something else,
+// the full path's loop does the rest, with all that it watches.
 #include "fast_path.h"
+
+#include <algorithm>
 
 #include "collective.h"
 #include "error.h"
@@ -103,14 +105,21 @@ bool move_short(std::vector<Transfer>& transfers) {
 
 bool finish_short(std::vector<Transfer>& transfers) {
   ncclComm& c = *transfers.front().op.comm;
+  // A chunk that had no free slot when its send began: a peer may fall asleep until it is there.
+  bool wakes = std::any_of(transfers.begin(), transfers.end(),
+                           [](const Transfer& t) { return t.op.kind == CollKind::Send && t.moved < t.chunks; });
   if (!move_short(transfers)) {
     c.wake_sleepers();
     for (int turns = c.spin ? kSpins : kSpinsInTurns; !move_short(transfers); --turns) {
       if (!turns) return false;
       cpu_relax();
     }
+  } else {
+    wakes = true;
   }
-  c.wake_sleepers();
+  // Nobody waits for the slot of a lone chunk: a sender fills its second one, at the earliest, when
+  // the receiver has announced the next transfer.
+  if (wakes) c.wake_sleepers();
   return true;
 }
 

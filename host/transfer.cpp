@@ -30,7 +30,8 @@ Channel* claim(ncclComm& c, bool sends, int peer, Error* error) {
   if (c.channels.empty()) c.channels.resize(2 * static_cast<size_t>(c.size));
   Channel*& channel = c.channels[2 * static_cast<size_t>(peer) + !sends];
   int source = sends ? c.rank : peer, destination = sends ? peer : c.rank;
-  if (!channel && c.segment->claim_channel(source, destination, error)) channel = c.segment->channel(source, destination);
+  if (!channel && c.segment->claim_channel(source, destination, error))
+    channel = c.segment->channel(source, destination);
   return channel;
 }
 
