@@ -349,9 +349,10 @@ cdef class Comm:
     cdef ncclComm_t enter(self, void* function, const char* name) except NULL
     cdef int leave(self, ncclResult_t code, const char* name) except -1
     cdef inline collFlightRecord_t* note(self, const char* name, FlightOp op, size_t count, int dtype, size_t stream,
-                                         int peer) noexcept
+                                         int peer, bint grouped=*) noexcept
     cdef inline int leave_op(self, ncclResult_t code, const char* name, collFlightRecord_t* record) except -1
-    cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer) noexcept
+    cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer,
+                                    bint grouped) noexcept
     cdef int refuse(self, void* function, const char* name) except -1
     cdef int settle(self, ncclResult_t code, const char* name) except -1
     cdef int drain(self) except -1

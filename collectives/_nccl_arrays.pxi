@@ -498,26 +498,26 @@ cdef class ArrayCalls:
     cdef bint join_group(self, object array, const Span* span, int peer, bint sends) except -1:
         """Add a send or a receive to this thread's open group; False where there is none."""
         cdef GroupedTransfer transfer
-        cdef list calls
-        cdef PyObject* group
+        cdef GroupCalls group
+        cdef PyObject* found
         if self.owner is None or self.reader.device_type != collDLCPU:
             return False
         if self.comm.comm is NULL or self.comm.forks != collForks:
             return False
-        group = PyDict_GetItem(self.groups, PyThread_get_thread_ident())
-        if group is NULL:
+        found = PyDict_GetItem(self.groups, PyThread_get_thread_ident())
+        if found is NULL:
             return False
+        group = <GroupCalls?> <object> found
         transfer = GroupedTransfer.__new__(GroupedTransfer)
         transfer.comm, transfer.native, transfer.array = self.owner, self.comm, array
         transfer.storage = array if <PyObject*> Py_TYPE(array) == <PyObject*> self.reader.buffer else (
             array.untyped_storage())
         transfer.address, transfer.count, transfer.nbytes = <size_t> span.ptr, span.count, span.nbytes
         transfer.dtype, transfer.peer, transfer.sends = span.dtype, peer, sends
-        calls = (<object> group)._calls
-        if (<object> group)._comm is self.owner and (not calls or type(calls[0]) is GroupedTransfer):
-            calls.append(transfer)      # nothing for `add` to check
+        if group._comm is self.owner and (not group._calls or type(group._calls[0]) is GroupedTransfer):
+            group._calls.append(transfer)       # nothing for `add` to check
         else:
-            (<object> group).add(transfer)
+            group.add(transfer)
         return True
 
     cpdef send(self, array, peer):

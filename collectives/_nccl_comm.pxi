@@ -61,18 +61,20 @@ cdef class Comm:
         return self.leave(code, name)
 
     cdef inline collFlightRecord_t* note(self, const char* name, FlightOp op, size_t count, int dtype, size_t stream,
-                                         int peer) noexcept:
+                                         int peer, bint grouped=False) noexcept:
         """Record the call that is issued; return its flight record, NULL where there is none.
 
-        It is written under the GIL, so `issued` reads the values of one call.
+        It is written under the GIL, so `issued` reads the values of one call. ``grouped``: it is in a
+        group that the library's ``groups`` doesn't hold.
         """
         self.last_op, self.last_count, self.last_dtype, self.last_stream = name, count, dtype, stream
         self.number += 1
-        return NULL if self.ring is None else self.record(op, count, dtype, stream, peer)
+        return NULL if self.ring is None else self.record(op, count, dtype, stream, peer, grouped)
 
-    cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer) noexcept:
+    cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer,
+                                    bint grouped) noexcept:
         cdef int flags = collFlightCollective if op < FLIGHT_SEND else 0
-        cdef bint queued = stream != 0 or PyDict_GET_SIZE(self.library.groups) > 0
+        cdef bint queued = stream != 0 or grouped or PyDict_GET_SIZE(self.library.groups) > 0
         cdef collFlightRecord_t* record
         if not queued and self.library.is_host:
             flags |= collFlightBlocking

@@ -1,6 +1,60 @@
 # Sends and receives of plain arrays in a group: collected and issued without Python's objects of a
 # call, which take longer than the data.
 
+open_groups = {}        # by thread: the GroupCalls of its ``with`` block
+
+
+cdef class GroupCalls:
+    """The calls that a thread's ``with`` block collects: base of `collectives.comm.group.Group`.
+
+    ``comm``: the Communicator that made it. ``_issue`` of the subclass gets the calls of a block
+    that holds others than GroupedTransfers.
+    """
+
+    cdef readonly object _comm
+    cdef readonly list _calls
+    cdef GroupCalls outer
+    cdef Py_ssize_t outer_length        # calls of the outer group when this one was entered
+    cdef bint entered
+
+    def __init__(self, comm):
+        cdef ArrayCalls fast = calls_of(comm)
+        if fast is None or fast.comm.comm is NULL or fast.comm.forks != collForks:
+            comm._check_open("group")
+        self._comm = comm
+        self._calls = []
+
+    def __enter__(self):
+        cdef object thread = PyThread_get_thread_ident()
+        cdef PyObject* outer
+        if self.entered:
+            raise errors.InvalidUsage("this group is open already: make another one with comm.group()",
+                                      rank=self._comm.rank)
+        self.entered = True
+        outer = PyDict_GetItem(open_groups, thread)
+        if outer is NULL:
+            (<dict> open_groups)[thread] = self
+        else:
+            self.outer = <GroupCalls> outer
+            self.outer_length = len(self.outer._calls)
+        return self
+
+    def __exit__(self, kind, error, trace):
+        cdef GroupCalls outer = self.outer
+        cdef list calls
+        self.entered = False
+        if outer is not None:
+            self.outer = None
+            if kind is not None:
+                del outer._calls[self.outer_length:]
+            return
+        del (<dict> open_groups)[PyThread_get_thread_ident()]
+        calls, self._calls = self._calls, []
+        if kind is None and calls and not issue_transfers(calls):
+            self._issue(calls)
+
+
+@cython.freelist(16)
 cdef class GroupedTransfer:
     """A send or a receive of a plain host array in a group, which is issued at the group's end.
 
@@ -39,24 +93,22 @@ cdef class GroupedTransfer:
         """The array, and what keeps its memory alive."""
         return self.array, self.storage
 
-    cdef int issue(self) except -1:
+    cdef int collect(self) except -1:
         """Hand it to the library, inside of a group: nothing is waited for."""
         cdef Comm native = self.native
         cdef collTable_t* api = native.api
+        cdef void* function = <void*> api.ncclSend if self.sends else <void*> api.ncclRecv
+        cdef const char* name = "ncclSend" if self.sends else "ncclRecv"
         cdef ncclResult_t code
-        cdef ncclComm_t comm
-        cdef collFlightRecord_t* record
+        cdef ncclComm_t comm = native.enter(function, name)
+        cdef collFlightRecord_t* record = native.note(name, FLIGHT_SEND if self.sends else FLIGHT_RECV, self.count,
+                                                      self.dtype, 0, self.peer, grouped=True)
         if self.sends:
-            comm = native.enter(<void*> api.ncclSend, "ncclSend")
-            record = native.note("ncclSend", FLIGHT_SEND, self.count, self.dtype, 0, self.peer)
             code = api.ncclSend(<const void*> self.address, self.count, <ncclDataType_t> self.dtype, self.peer, comm,
                                 NULL)
-            native.leave_op(code, "ncclSend", record)
         else:
-            comm = native.enter(<void*> api.ncclRecv, "ncclRecv")
-            record = native.note("ncclRecv", FLIGHT_RECV, self.count, self.dtype, 0, self.peer)
             code = api.ncclRecv(<void*> self.address, self.count, <ncclDataType_t> self.dtype, self.peer, comm, NULL)
-            native.leave_op(code, "ncclRecv", record)
+        native.leave_op(code, name, record)
         return 0
 
 
@@ -68,6 +120,9 @@ def issue_transfers(list calls not None):
     """
     cdef GroupedTransfer transfer
     cdef Library library = None
+    cdef collTable_t* api
+    cdef ncclResult_t code
+    global collInsideGroupEnd
     for call in calls:
         if type(call) is not GroupedTransfer:
             return False
@@ -75,13 +130,20 @@ def issue_transfers(list calls not None):
         if transfer.native.comm is NULL or transfer.native.forks != collForks:
             return False
         library = transfer.native.library
-    if library is None:
+    if library is None or PyDict_GET_SIZE(library.groups) > 0:
         return False
-    try:
-        library.group_start()
+    api = &library.api
+    if api.ncclGroupStart is NULL or api.ncclGroupEnd is NULL:
+        return False
+    try:        # as Library.group_start and group_end, which no other code can come between here
+        library.done(api.ncclGroupStart(), "ncclGroupStart")
         for call in calls:
-            (<GroupedTransfer> call).issue()
-        library.group_end()
+            (<GroupedTransfer> call).collect()
+        collInsideGroupEnd += 1
+        with nogil:
+            code = api.ncclGroupEnd()
+        collInsideGroupEnd -= 1
+        library.done(code, "ncclGroupEnd")
     except BaseException:
         library.group_cancel()      # does nothing where the group has ended
         raise

@@ -70,7 +70,7 @@ struct ncclComm {
   uint64_t rounds = 0;      // rounds done by all collectives so far, equal on all ranks
   uint64_t all_consumed = 0;  // rounds whose slots, as far as this rank knows, nobody reads any more
   uint64_t executed = 0;    // collectives begun so far
-  std::map<int, bool> claimed;  // channels whose pages are there
+  std::vector<coll::Channel*> channels;  // whose pages are there, else NULL: at 2 * peer to it, at 2 * peer + 1 from it
 
   std::atomic<uint64_t> sequence{0};      // collectives called, but for
   std::atomic<uint64_t> short_calls{0};   // those by the fast path; written by the call that runs

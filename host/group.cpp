@@ -39,6 +39,8 @@ struct Join {
   Error error;
 };
 
+bool is_transfer(const Op& op) { return op.kind == CollKind::Send || op.kind == CollKind::Recv; }
+
 Work& work_of(Batch& batch, ncclComm* comm) {
   for (Work& work : batch.works)
     if (work.comm == comm) return work;
@@ -59,8 +61,7 @@ void take_tickets(Batch& batch) {
 Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
   for (const Submitted& s : ops) {
     Work& work = work_of(batch, s.op.comm);
-    bool transfer = s.op.kind == CollKind::Send || s.op.kind == CollKind::Recv;
-    if (!transfer) {
+    if (!is_transfer(s.op)) {
       work.stored.emplace_back(s.op);
     } else if (s.op.root != s.op.comm->rank) {
       if (work.transfers.empty()) work.transfers.reserve(ops.size());
@@ -177,6 +178,12 @@ bool in_one_place(const std::vector<Submitted>& ops) {
 }
 
 ncclResult_t run_in_one_place(const std::vector<Submitted>& ops) {
+  if (std::all_of(ops.begin(), ops.end(), [](const Submitted& s) { return is_transfer(s.op); })) {
+    TransferList list;
+    ncclResult_t code;
+    for (const Submitted& s : ops) list.transfers.emplace_back(s.op);
+    if (run_short(list.transfers, &code)) return code;
+  }
   Batch batch;
   Error error = fill_batch(batch, ops);
   if (error) return raise(error);
@@ -275,8 +282,13 @@ ncclResult_t submit(const Op& op, cudaStream_t stream) {
     t_group.ops.push_back({op, queue});
     return ncclSuccess;
   }
-  if (queue || op.kind == CollKind::Send || op.kind == CollKind::Recv) return launch({{op, queue}});
+  if (queue) return launch({{op, queue}});
   ncclResult_t code;
+  if (is_transfer(op)) {
+    TransferList list;
+    list.transfers.emplace_back(op);
+    return run_short(list.transfers, &code) ? code : launch({{op, queue}});
+  }
   if (run_short(op, &code)) return code;
   uint64_t ticket;
   {

@@ -155,8 +155,19 @@ struct Run {
     return moved;
   }
 
+  // No transfer ends before both sides have announced it. So a peer that is out when this side comes
+  // to one has given it up, or never called it: what it has put into the channel doesn't count.
+  bool peer_is_out(int peer) {
+    ncclComm& c = *work.comm;
+    if (!c.segment->header()->troubles.load(std::memory_order_acquire)) return false;
+    std::vector<int> lost = failed_peers(c, false);
+    if (std::find(lost.begin(), lost.end(), peer) == lost.end()) return false;
+    fail(remote_error(c, lost, missing()));
+    return true;
+  }
+
   bool advance_transfers() {
-    bool moved = false;
+    bool moved = false, news = false;
     std::fill(busy.begin(), busy.end(), 0);
     for (size_t i = head; i < work.transfers.size() && open; ++i) {
       Transfer& t = work.transfers[i];
@@ -167,6 +178,7 @@ struct Run {
       char& taken = busy[2 * static_cast<size_t>(t.op.root) + (t.op.kind == CollKind::Send)];
       if (taken) continue;  // an earlier one of the same pair and direction goes first
       if (!t.begun) {
+        if (peer_is_out(t.op.root)) return true;
         t.begin();
         t.op.record_start();
         if (t.error) {
@@ -174,6 +186,7 @@ struct Run {
           return true;
         }
         if (!work.collective_count) describe(t.op, 0);
+        news = true;
       }
       moved = t.advance() || moved;
       if (t.done()) {
@@ -184,6 +197,7 @@ struct Run {
         taken = 1;
       }
     }
+    if (news || moved) work.comm->wake_sleepers();
     return moved;
   }
 
@@ -430,6 +444,22 @@ Error run_posted(Collective& collective) {
   Run run(work);
   run.describe(collective.op, collective.base + 1);
   return move_until_done(&run, 1, work.comm->spin, true);
+}
+
+Error run_posted(std::vector<Transfer>& transfers) {
+  Work work;
+  work.comm = transfers.front().op.comm;
+  work.transfers.swap(transfers);
+  Run run(work);
+  for (const Transfer& each : work.transfers) {
+    run.open -= each.done();
+    if (!each.done()) each.op.record_start();
+    if (each.error && !run.finished) run.fail(each.error);
+  }
+  run.describe(run.current(), 0);
+  Error error = move_until_done(&run, 1, work.comm->spin, true);
+  transfers.swap(work.transfers);
+  return error;
 }
 
 }  // namespace coll

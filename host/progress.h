@@ -38,8 +38,10 @@ struct Batch {
 // The same for one collective in the calling thread, with nothing allocated.
 Error run_alone(const Op& op, uint64_t ticket);
 
-// The rest of a collective whose first round is posted, for a caller whose turn it is.
+// The rest of a collective whose first round is posted, or of transfers of one communicator that have
+// begun, for a caller whose turn it is.
 Error run_posted(Collective& collective);
+Error run_posted(std::vector<Transfer>& transfers);
 
 // Pauses of a wait before it yields the core: where each rank has a core, and where they take turns.
 constexpr int kSpins = 300, kSpinsInTurns = 20;

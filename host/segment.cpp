@@ -22,7 +22,7 @@
 namespace coll {
 namespace {
 
-constexpr uint64_t kMagic = 0x32305453484c4f43ull;  // "COLHST02": changes with the layout
+constexpr uint64_t kMagic = 0x33305453484c4f43ull;  // "COLHST03": changes with the layout
 // Leaked on purpose: destructors of static objects would run while other threads still use them.
 auto& segments() {
   static auto* table = new std::map<uint64_t, Segment*>;

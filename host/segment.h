@@ -101,16 +101,19 @@ struct Header {
 
 constexpr int kChannelSlots = 4;
 
-// One direction between two ranks. The transfer numbers start at 1; a side's record of transfer t
+// One direction between two ranks. The transfer numbers start at 1; what a side says of transfer t
 // is at [t & 1].
 struct Channel {
   struct Side {
-    std::atomic<uint64_t> transfer;  // the newest transfer that this side has announced
-    struct Record { uint64_t count; int32_t datatype; char type_label[24]; } record[2];
-    std::atomic<uint64_t> chunks;    // written by the sender, or taken by the receiver, since the beginning
+    // The cache line that the other side waits on.
+    alignas(kLine) std::atomic<uint64_t> transfer;  // the newest transfer that this side has announced
+    std::atomic<uint64_t> chunks;  // written by the sender, or taken by the receiver, since the beginning
+    uint64_t key[2];               // stands for count and datatype
+    // Count and datatype in full; read only when the keys of both sides differ.
+    alignas(kLine) struct Record { uint64_t count; int32_t datatype; char type_label[24]; } record[2];
   };
-  alignas(kLine) Side sender;
-  alignas(kLine) Side receiver;
+  Side sender;
+  Side receiver;
 };
 constexpr size_t kChannelHeader = (sizeof(Channel) + kLine - 1) / kLine * kLine;
 

@@ -17,10 +17,20 @@ struct Transfer {
 
   explicit Transfer(const Op& o) : op(o) {}
   bool done() const { return begun && checked && (mismatched || moved == chunks); }
+  // These wake nobody: the caller does, once it has moved all that it can (ncclComm::wake_sleepers).
   void begin();
-  bool advance();
+  bool advance();  // true: something moved
+
+  // The parts of a small one that waits for nothing else: fast_path.cpp.
+  bool is_short() const;       // one chunk at most, to another rank
+  bool peer_is_there() const { return other_side().transfer.load(std::memory_order_acquire) >= number; }
+  bool peer_agrees() const;    // once it is there
 
  private:
+  bool sends() const { return op.kind == CollKind::Send; }
+  Channel::Side& own_side() const { return sends() ? channel->sender : channel->receiver; }
+  Channel::Side& other_side() const { return sends() ? channel->receiver : channel->sender; }
+  bool move_chunks();
   void check_peer();
 };
 

@@ -234,7 +234,12 @@ class Communicator(CommMemory):
 
     @with_fast_path
     def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
-        """Send `array` to rank `peer`, which must call `recv`. Takes any dtype. C: ncclSend."""
+        """Send `array` to rank `peer`, which must call `recv`. Takes any dtype.
+
+        On the host it blocks until the peer has called `recv`, whatever the size: two ranks that both
+        send first wait until the time limit, so they put their calls into a `group`. Raises
+        `Mismatch` on both where count or dtype differ. C: ncclSend.
+        """
         return operations.send_or_recv(self, "send", array, peer, async_op, stream)
 
     @with_fast_path

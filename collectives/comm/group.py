@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 
-from .._nccl import issue_transfers
+from .._nccl import GroupCalls, open_groups
 from ..errors import CollectivesError, InvalidUsage
 from .fingerprint import check_calls
 from .work import Work
@@ -108,10 +107,7 @@ def run_grouped(library, functions) -> None:
         raise
 
 
-open_groups: dict[int, Group] = {}  # by thread, as in the library
-
-
-class Group:
+class Group(GroupCalls):
     """Context manager that collects the calls of a ``with`` block and issues them as one.
 
     Made by `Communicator.group`. The group is the thread's: calls of other communicators of the
@@ -119,36 +115,7 @@ class Group:
     ``async_op=True``. If the block raises, none is issued.
     """
 
-    __slots__ = ("_calls", "_comm", "_entered", "_outer", "_outer_length")
-
-    def __init__(self, comm):
-        comm._check_open("group")
-        self._comm = comm
-        self._calls: list[Call] = []
-        self._outer: Group | None = None
-        self._outer_length = 0  # calls of the outer group when this one was entered
-        self._entered = False
-
-    def __enter__(self):
-        if self._entered:
-            raise InvalidUsage("this group is open already: make another one with comm.group()", rank=self._comm.rank)
-        self._entered = True
-        outer = open_groups.setdefault(get_ident(), self)
-        if outer is not self:
-            self._outer, self._outer_length = outer, len(outer._calls)
-        return self
-
-    def __exit__(self, kind, error, trace):
-        self._entered = False
-        if self._outer is not None:
-            outer, self._outer = self._outer, None
-            if kind is not None:
-                del outer._calls[self._outer_length :]
-            return
-        del open_groups[get_ident()]
-        calls, self._calls = self._calls, []
-        if kind is None and calls and not issue_transfers(calls):
-            self._issue(calls)
+    __slots__ = ()
 
     def has_calls_of(self, comm) -> bool:
         """Return whether the group holds calls of a communicator."""

@@ -39,6 +39,29 @@ inline void small_calls_ended(Rank& me) {
   OK(ncclCommAbort(me.comm));
 }
 
+// Sends, receives and their groups, while another thread revokes the communicator.
+inline void small_transfers_ended(Rank& me) {
+  std::atomic<int> done{0};
+  int next = (me.rank + 1) % me.size, previous = (me.rank + me.size - 1) % me.size;
+  std::thread caller([&] {
+    float x[16] = {}, y[16];
+    for (ncclResult_t code = ncclSuccess; code == ncclSuccess; ++done) {
+      OK(ncclGroupStart());
+      OK(ncclSend(x, 16, ncclFloat32, next, me.comm, nullptr));
+      OK(ncclRecv(y, 16, ncclFloat32, previous, me.comm, nullptr));
+      code = ncclGroupEnd();
+      if (code != ncclSuccess || me.rank > 1) continue;
+      if (me.rank == 0) code = ncclSend(x, done % 17, ncclFloat32, 1, me.comm, nullptr);
+      else code = ncclRecv(y, done % 17, ncclFloat32, 0, me.comm, nullptr);
+    }
+  });
+  while (done < 60) usleep(1000);
+  me.barrier->wait();
+  if (me.rank == 0) OK(ncclCommRevoke(me.comm, NCCL_REVOKE_DEFAULT));
+  caller.join();
+  OK(ncclCommAbort(me.comm));
+}
+
 // One thread of a rank is at the end of a small call while another one frees the communicator: the call
 // has begun, since the other ranks have the data of it.
 inline void small_call_freed(int n) {

@@ -569,6 +569,7 @@ int main() {
     if (n == 1) continue;
     run("mismatch", [&] { on_ranks(n, mismatch); });
     run("small calls ended", [&] { on_ranks(n, small_calls_ended, true); });
+    run("small transfers ended", [&] { on_ranks(n, small_transfers_ended, true); });
     run("small call freed", [&] { small_call_freed(n); });
     run("abort while waiting", [&] { on_ranks(n, abort_while_waiting, true); });
     run("abort while splitting", [&] { on_ranks(n, abort_while_splitting, true); });
