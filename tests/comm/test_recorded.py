@@ -131,8 +131,8 @@ def becomes_shared(ctx):
         library = comm.engine.library
         made = []
         make = allocate_with_mmap if ctx.rank == 0 else lambda function: function()
-        make(lambda: made.extend(torch.full((COUNT,), float(ctx.rank)) for _ in range(3)))
-        array, out, part = made
+        make(lambda: made.extend(torch.full((COUNT,), float(ctx.rank)) for _ in range(4)))
+        array, out, part, sent = made
 
         def is_shared(tensor):
             return library.memory_shared(tensor.data_ptr(), tensor.nbytes)
@@ -143,7 +143,9 @@ def becomes_shared(ctx):
             comm.all_reduce(array, out=out)
             assert out.eq(sum(range(ctx.size)) + ctx.size * i).all() and array.eq(ctx.rank + i).all()
             comm.all_reduce(part[1:])
-            found.append((is_shared(array), is_shared(out), is_shared(part)))
+            comm.broadcast(sent, 1)
+            assert sent.eq(1).all()
+            found.append((is_shared(array), is_shared(out), is_shared(sent), is_shared(part)))
         address, nbytes = array.data_ptr(), array.nbytes
         child = os.fork()
         if child == 0:
@@ -152,13 +154,14 @@ def becomes_shared(ctx):
         os.waitpid(child, 0)
         comm.all_reduce(array, out=out)
         assert out.eq(sum(range(ctx.size)) + ctx.size * 4).all()
-        del array, made
+        del array
+        made.clear()
         return found, library.memory_shared(address, nbytes)
 
 
 def test_whole_arrays_become_shared_by_use():
     first, *_ = run_ranks(becomes_shared, 4, fresh=True, timeout=60)
-    assert first == ([(False, False, False)] * 2 + [(True, True, False)] * 3, False)
+    assert first == ([(False, False, False, False)] * 2 + [(True, True, True, False)] * 3, False)
 
 
 # ---- Failures in the middle.

@@ -205,7 +205,7 @@ class RecordedCollectives:
         """Send the root's ``nbytes`` to all ranks."""
         places = _SEND, _SEND if recv == send else _SUMS
         found = self._find(("broadcast", nbytes, root, places), lambda levels: levels.broadcast(*places, nbytes, root))
-        self._note_uses((send, recv), nbytes)
+        self._note_uses((send, recv) if root == self._topology.rank else (recv,), nbytes)
         self._run(found.items, found.steps, (send, recv))
 
     def _note_uses(self, arrays: Iterable[int], nbytes: int) -> None:
