@@ -777,6 +777,18 @@ cdef class Comm:
             code = self.api.collHostCommSetStep(comm, step)
         self.leave(code, "collHostCommSetStep")
 
+    def note_use(self, size_t address, size_t nbytes):
+        """Count one use of ordinary memory, which the collectives that follow use in parts.
+
+        Nobody else may write to it until they have ended: after some uses it becomes shared
+        memory. C: ``collHostCommNoteUse``.
+        """
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommNoteUse, "collHostCommNoteUse")
+        cdef ncclResult_t code
+        with nogil:
+            code = self.api.collHostCommNoteUse(comm, <const void*> address, nbytes)
+        self.leave(code, "collHostCommNoteUse")
+
     def sequence(self):
         """Return how many collectives were called on this communicator.
 

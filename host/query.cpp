@@ -5,6 +5,7 @@
 #include "comm.h"
 #include "group.h"
 #include "heap.h"
+#include "shared_by_use.h"
 #include "system.h"
 
 using namespace coll;
@@ -247,6 +248,16 @@ ncclResult_t collHostMemoryShared(const void* address, size_t nbytes, int* share
   return guarded("collHostMemoryShared", [&] {
     if (!shared) return raise(collHostErrorArgument, "collHostMemoryShared", "shared is NULL");
     *shared = nbytes && shared_place(address, nbytes).extent.nbytes;
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostCommNoteUse(ncclComm_t comm, const void* address, size_t nbytes) {
+  return guarded("collHostCommNoteUse", [&] {
+    ncclComm* c = checked(comm, "collHostCommNoteUse");
+    if (!c) return last_error().code;
+    bool apart = c->size < 2 || c->segment->header()->apart.load(std::memory_order_relaxed);
+    if (!apart && address && !shared_place(address, nbytes).extent.nbytes) note_use(address, nbytes);
     return ncclSuccess;
   });
 }

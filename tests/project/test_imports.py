@@ -44,7 +44,7 @@ EXCEPTIONS = {
     "collectives/_nccl.pyx": (
         633, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
     "collectives/_nccl_comm.pxi": (
-        845, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
+        854, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
     "collectives/sharded/agreement.py: Agreement": (
         305, "a method for each thing that the ranks agree on"),
     "collectives/sharded/follower.py: Follower": (
