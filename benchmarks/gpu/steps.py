@@ -21,8 +21,8 @@ ROUNDS = 6
 BLOCK_SECONDS = 0.15
 TIMED = (
     "alone", "ddp", "hook", "hook, 2 streams", "hook, max_norm", "hook, int8 with error feedback", "hook, optimizer",
-    "ours", "buckets, overlap", "fsdp2", "fsdp2 with ours", "sharded", "sharded, kept", "horovod",
-    "hook, replayed", "buckets, overlap, replayed", "sharded, replayed",
+    "ours", "buckets, overlap", "fsdp2", "fsdp2 with ours", "sharded", "sharded, kept", "sharded, offloaded",
+    "horovod", "hook, replayed", "buckets, overlap, replayed", "sharded, replayed",
 )  # fmt: skip
 CLOSE = 1e-3  # of the longest way that a parameter has gone
 
