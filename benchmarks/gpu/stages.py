@@ -70,13 +70,14 @@ def build(part: int, seconds: float) -> Stage:
 
 
 STAGES = (
-    build(1, 150),
+    build(1, 60),
     program("versions", 1, 30, "versions"),
     program("copy", 1, 40, "copy_ceiling", lacks="small copies: no rate of a GPU"),
-    program("compile", 1, 90, "compile_kernels", lacks="one source, for sm_90"),
+    program("compile", 1, 60, "compile_kernels", lacks="one source, for sm_90"),
     tests("dlpack", 1, 30, ("tests/gpu/test_streams.py",), 0),
     tests("kernels", 1, 120, LOWER[:1], 0, jobs=12),
     tests("unit", 1, 80, LOWER[1:], 1, jobs=12),
+    program("examples", 1, 120, "examples", lacks="one example, on the CPU"),
     build(2, 120),
     tests("front ends, 1 rank", 2, 200, FRONT_ENDS, 1, jobs=12),
     tests("front ends, 2 ranks", 2, 150, FRONT_ENDS, 2, jobs=4),
