@@ -89,6 +89,29 @@ def test_a_backward_on_another_stream(device, ranks, case):
 
 
 @in_group
+def then_on_another_stream(rank):
+    """The fast path is open when the backward comes from a new stream, on which the buckets are freed, too."""
+    model, state = make_terms(rank.device), HookState(comm=rank.comm)
+    ddp = wrap(model, "torch", state, gradient_as_bucket_view=True)
+    steps_of(rank, ddp, model, 6)
+    assert state.fast_path.is_open
+    side = rank.new_stream()
+    with rank.use(side):
+        found = steps_of(rank, ddp, model, 2)
+        assert state.fast_path.is_open
+        del ddp
+        for param in model.parameters():
+            param.grad = None
+    rank.join(side)
+    return found
+
+
+@everywhere()
+def test_a_backward_on_a_new_stream(device, ranks):
+    check(device, then_on_another_stream, ranks, env=ENV)
+
+
+@in_group
 def registered_in_vain(rank):
     """The hook is refused for a DDP object that has one, which calls `fused_allreduce` and uses its bucket."""
     model, state = make_terms(rank.device), HookState(comm=rank.comm)
