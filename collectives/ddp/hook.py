@@ -128,7 +128,9 @@ def _on_register(ddp, state, hook) -> None:
     if hook is not fused_allreduce:
         return
     rebuild_in_shareable_memory(ddp)
-    count_steps(ddp.parameters(), ddp)
+    param = next(iter(ddp.parameters()))
+    has_hook = ddp in find_hooked_ddps(param)  # and torch refuses this one
+    count_steps(ddp.parameters(), None if has_hook else ddp)
     publish_process()  # so that the others notice the end of this process before its first gradients, too
     if state is None:
         check_group(ddp)

@@ -11,7 +11,7 @@ from ..parameter_names import find_ddp
 from ..torch_patches import find_hooked_ddps
 from .step_count import find_step_count
 
-__all__ = ["check_group", "check_join", "is_own_hook"]
+__all__ = ["check_group", "check_join", "leaves_out_buckets", "only_ddp_waits"]
 
 
 def check_group(ddp) -> None:
@@ -29,12 +29,26 @@ def check_group(ddp) -> None:
         )
 
 
-def is_own_hook(param) -> bool:
-    """Return whether one DDP object with a hook has a parameter, and its hook is `fused_allreduce` itself,
-    whose futures go to DDP alone. A hook around it may use the bucket once its future is complete.
+def only_ddp_waits(param) -> bool:
+    """Return whether DDP alone waits for the futures of a parameter's buckets, after the last bucket, on the
+    stream of which the last bucket's hook is called.
+
+    So it is where one DDP object with a hook has the parameter and its hook is `fused_allreduce` itself. A
+    hook around it may use a bucket once its future is complete. The last bucket of a module on several GPUs
+    is on one of them.
     """
     ddps, count = find_hooked_ddps(param), find_step_count(param)
-    return len(ddps) == 1 and count is not None and count.ddp is not None and count.ddp() is ddps[0]
+    if len(ddps) != 1 or count is None or count.ddp is None or count.ddp() is not ddps[0]:
+        return False
+    (ddp,) = ddps
+    return not (ddp.is_multi_device_module or leaves_out_buckets(param))
+
+
+def leaves_out_buckets(param) -> bool:
+    """Return whether the last bucket of a backward may not come: DDP leaves out the buckets of parameters
+    that the forward hasn't used with ``skip_all_reduce_unused_params``.
+    """
+    return any(getattr(ddp, "skip_all_reduce_unused_params", False) for ddp in find_hooked_ddps(param))
 
 
 def check_join(params, *, average: bool, defers_step: bool) -> bool:

@@ -21,6 +21,7 @@ from ..cuda_state import on_stream, wait_for_stream
 from ..recorder import recording
 from ..torch_patches import count_hook_registrations, find_hooked_ddps
 from .step_count import find_step_count
+from .streams import keep_for_caller
 
 __all__ = ["FastPath"]
 
@@ -62,8 +63,8 @@ class FastPath:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_buckets", "_count", "_ddp", "_ddp_group", "_group", "_hooks", "_other_comms",
-        "_owner", "_streams", "_unjoined", "comm", "is_open",
+        "__weakref__", "_addresses", "_buckets", "_callers", "_count", "_ddp", "_ddp_group", "_group", "_hooks",
+        "_other_comms", "_owner", "_streams", "_unjoined", "comm", "is_open",
     )  # fmt: skip
 
     def __init__(self):
@@ -80,6 +81,7 @@ class FastPath:
         self._addresses: list[int] = []  # of the buffers in the backward before
         self._streams: list[torch.cuda.Stream] = []  # on which the buckets are averaged; on the host none
         self._unjoined: list[torch.cuda.Stream] = []  # those that the current stream must wait for
+        self._callers: set[torch.cuda.Stream] = set()  # for which the buffers' memory is kept
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the next buckets to the full path. `failed`: the collectives are ended in another way."""
@@ -87,13 +89,20 @@ class FastPath:
         if failed:
             self._unjoined = []
         self._join_streams()
-        self._buckets = []
+        self._buckets, self._callers = [], set()
 
     def _join_streams(self) -> None:
         """Make the current stream wait for the buckets on their way."""
         streams, self._unjoined = self._unjoined, []
         for stream in streams:
             wait_for_stream(stream)
+
+    def _record_buffers(self, stream: torch.cuda.Stream) -> None:
+        """Keep the buffers' memory for a stream; once is enough, until it is freed."""
+        if stream not in self._callers:
+            self._callers.add(stream)
+            for known in self._buckets:
+                known.buffer.record_stream(stream)
 
     # ---- The full path.
 
@@ -134,7 +143,7 @@ class FastPath:
     def _remember_module(self, state, param) -> bool:
         """Record the module of a backward, and its ranks; False where it isn't one for this path."""
         pipeline, reducer = state.pipeline, state.reducer
-        if not (reducer.is_plain and reducer.is_own_hook):
+        if not (reducer.is_plain and reducer.only_ddp_waits):
             return False
         if not isinstance(pipeline.compressor, NoCompression) or pipeline.buckets.warn_in:
             return False
@@ -178,7 +187,9 @@ class FastPath:
         known.reduce(None if known.stream is None else state.reducer.ready_event(known.comm.device))
         pipeline.count(1, known.sent, known.as_fp32)
         if bucket.is_last():
-            self._join_streams()
+            if known.stream is not None:
+                self._join_streams()
+                keep_for_caller(self._record_buffers, known.comm.device)
             pipeline.end_backward(state.reducer.gradients)
         pipeline.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
         return known.future

@@ -23,10 +23,10 @@ from ..parameter_names import find_ddp
 from ..recorder import recording
 from ..torch_compat import current_graph_task_id
 from .bucket_gradients import BucketGradients
-from .ddp_checks import check_join, is_own_hook
+from .ddp_checks import check_join, leaves_out_buckets, only_ddp_waits
 from .pipeline import GradientPipeline
 from .step_count import find_step_count
-from .streams import CommStream, should_overlap
+from .streams import CommStream, keep_for_caller, should_overlap
 
 __all__ = ["BucketError", "DDPReducer"]
 
@@ -46,15 +46,17 @@ class PendingBucket:
     """A bucket on its communication stream. Its future completes with `buffer`.
 
     `for_ddp`: DDP alone waits for it, after the last bucket, when the current stream has waited for the
-    communication streams. Such a future has no device, whose events would take half of the hook's time.
+    communication streams. Such a future has no device, whose events would take half of the hook's time;
+    `keep_for_caller` does the rest of what a device is there for.
     """
 
-    __slots__ = ("bucket", "buffer", "comm_stream", "completed", "done", "error", "future", "nbytes")
+    __slots__ = ("bucket", "buffer", "comm_stream", "completed", "done", "error", "for_ddp", "future", "nbytes")
 
     def __init__(self, bucket, buffer, comm_stream, *, for_ddp: bool):
         self.bucket = bucket
         self.buffer = buffer
         self.comm_stream = comm_stream
+        self.for_ddp = for_ddp and comm_stream.stream is not None
         has_device = not (for_ddp or comm_stream.stream is None)
         self.future = torch.futures.Future(devices=[comm_stream.comm.device] if has_device else None)
         self.done: threading.Event | None = None  # set by the stream's thread
@@ -80,7 +82,7 @@ class DDPReducer:
         self._comm: Communicator | None = None  # over which `_overlaps` holds
         self._overlaps = False
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
-        self.is_own_hook = False  # see `ddp_checks.is_own_hook`, of the newest backward
+        self.only_ddp_waits = False  # see `ddp_checks.only_ddp_waits`, of the newest backward
         self.is_plain = False  # whether nothing but its own reduction was done with each bucket of the newest backward
         self._saved = None  # the saved layout that this backward uses
         # By device: the event by which communication streams wait for gradients.
@@ -118,7 +120,9 @@ class DDPReducer:
             streams = pipeline.comm_streams
             comm_stream = streams[bucket.index % len(streams)]
             if self._keeps:
-                pending = PendingBucket(bucket, buffer, comm_stream, for_ddp=self.is_own_hook)
+                # Of a backward whose first bucket didn't come here nothing is known.
+                for_ddp = self.only_ddp_waits and self._owner is not None
+                pending = PendingBucket(bucket, buffer, comm_stream, for_ddp=for_ddp)
                 self._pending.append(pending)
                 self._start(pending, last)
                 if last:
@@ -151,17 +155,25 @@ class DDPReducer:
             self._end_interrupted(params[0])
         self._owner, self._task = weakref.ref(params[0]), current_graph_task_id()
         pipeline.begin_backward(comm, pipeline.options.streams)
-        if comm is not self._comm:
+        leaves_out = leaves_out_buckets(params[0])
+        if leaves_out:
+            self._comm, self._overlaps = None, False
+        elif comm is not self._comm:
             self._comm, self._overlaps = comm, comm._on_host and should_overlap(comm)
         step = pipeline.optimizer_step
         joins = check_join(
             params, average=pipeline.options.average, defers_step=step is not None and pipeline.scaler is not None
         )
         self._count_step(params[0], comm, joins)
-        self.is_own_hook = is_own_hook(params[0])
+        self.only_ddp_waits = only_ddp_waits(params[0])
         depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
         self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
         waits_for_all = depends_on_layout or self._overlaps or bool(pipeline.stages)
+        if waits_for_all and leaves_out:
+            raise InvalidUsage(
+                "with skip_all_reduce_unused_params DDP leaves out buckets, also the last one, after which this "
+                "HookState would act (a wire with loss, max_norm, check_finite, optimizer, local_steps): leave it out"
+            )
         self._keeps, self.is_plain = waits_for_all or not comm._on_host, not (waits_for_all or joins)
         ddp = None
         if step is not None:
@@ -219,7 +231,7 @@ class DDPReducer:
         comm_stream = pending.comm_stream
         with on_stream(comm_stream.stream, self.ready_event(comm_stream.comm.device)):
             pending.nbytes = self.gradients.reduce(pending.bucket, comm_stream)
-            if not (self.pipeline.stages or self.is_own_hook):
+            if not (self.pipeline.stages or pending.for_ddp):
                 pending.complete()
 
     def ready_event(self, device: torch.device) -> torch.cuda.Event:
@@ -298,6 +310,12 @@ class DDPReducer:
                 pending.complete()
         if self._pending:
             self.pipeline.count(len(self._pending), sent, as_fp32)
+        self._keep_for_caller(self._pending)
+
+    def _keep_for_caller(self, buckets: list[PendingBucket]) -> None:
+        buffers = [pending.buffer for pending in buckets if pending.for_ddp and pending.buffer is not None]
+        if buffers:
+            keep_for_caller(lambda stream: [buffer.record_stream(stream) for buffer in buffers], buffers[0].device)
 
     def _first_error(self, error: CollectivesError, bucket: Bucket) -> BucketError:
         """Wait for the buckets on their way after an error; return the first error of all."""
@@ -350,3 +368,4 @@ class DDPReducer:
             torch._foreach_copy_(parts, list(bucket.parts()))
         for pending in held:
             pending.complete()
+        self._keep_for_caller(held)

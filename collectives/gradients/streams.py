@@ -8,14 +8,23 @@ import os
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
 from ..comm.communicator import Communicator
-from ..cuda_state import new_comm_stream
+from ..cuda_state import current_stream, new_comm_stream
 from ..errors import InvalidArgument
+from ..torch_compat import current_graph_task_id
 
-__all__ = ["CommStream", "close_comm_streams", "get_comm_streams", "has_spare_cores", "should_overlap"]
+__all__ = [
+    "CommStream",
+    "close_comm_streams",
+    "get_comm_streams",
+    "has_spare_cores",
+    "keep_for_caller",
+    "should_overlap",
+]
 
 
 def should_overlap(comm: Communicator) -> bool:
@@ -110,3 +119,15 @@ def close_comm_streams(comm: Communicator, *, abort: bool = False) -> None:
         each.stop()
         if each.comm is not comm:
             each.comm.abort() if abort else each.comm.close()
+
+
+def keep_for_caller(record: Callable[[torch.cuda.Stream], object], device: torch.device) -> None:
+    """Call ``record(stream)`` with the stream of a device on which ``backward()`` was called, at its end.
+
+    `record` is to call `record_stream` for the buckets of a hook. DDP uses them on that stream, which can
+    be another one than those of the hook and of their allocation.
+    """
+    if current_graph_task_id() == -1:  # a rank in DDP's join() that has no more batches
+        record(current_stream(device))
+    else:  # autograd makes it the current one for its callbacks
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: record(current_stream(device)))

@@ -219,6 +219,9 @@ SUPERFLUOUS = {
         "kernels.wait_stream(transfers)",
     ): "a call's first kernel follows a "
     "message of the same call, and so the transfers before it; the second one is for a capture's own memory",
+    ("collectives/gradients/ddp_fast_path.py", "FastPath._record_buffers"): _NOT_RUN + "a backward on a new stream",
+    ("collectives/gradients/ddp_reducer.py", "DDPReducer._keep_for_caller"): _NOT_RUN
+    + "DDP made on one stream and trained on another, as in tests/gpu/test_hook_futures.py",
     ("collectives/gradients/round_flags.py", "RoundFlags._copy_async"): _NOT_RUN
     + "rounds in which a rank's flags are unusual",
     ("collectives/sharded/unit.py", "Unit._record_stream"): _NOT_RUN
