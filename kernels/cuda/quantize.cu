@@ -281,9 +281,11 @@ template <bool kPlain>
 static __device__ __forceinline__ void quantize(const coll_quantize_args& a) {
   double scale = coll_factor(a.scale, a.scale_at);
   uint32_t tiles = (uint32_t)coll_tiles_of(a.to.count);
-  bool packs = takes_packs(a.source, a.source_type, a.parts.stride) &&
-               takes_packs((const void*)((uint64_t)a.to.wire | (uint64_t)a.parts.wire_stride), a.to.format) &&
-               (kPlain || !a.to.residual || takes_packs(a.to.residual, a.to.residual_type, a.parts.stride));
+  bool several = a.work.tiles != tiles;
+  int64_t stride = several ? a.parts.stride : 0, wire_stride = several ? a.parts.wire_stride : 0;
+  bool packs = takes_packs(a.source, a.source_type, stride) &&
+               takes_packs((const void*)((uint64_t)a.to.wire | (uint64_t)wire_stride), a.to.format) &&
+               (kPlain || !a.to.residual || takes_packs(a.to.residual, a.to.residual_type, stride));
   for_each_strip(a.work.tiles, [&](uint32_t tile, int strip) {
     uint32_t part = part_of(a, tile, tiles);
     coll_quantize_args own = a;
