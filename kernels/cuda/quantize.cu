@@ -37,14 +37,12 @@ static __device__ __forceinline__ void take_rows(float (*x)[COLL_PACK], const So
   }
 }
 
-// The largest magnitude of a row of a strip, of which this lane has a pack with `live` elements.
-template <bool kWhole>
-static __device__ __forceinline__ int32_t largest_of_row(const float* x, int live) {
+// The largest magnitude of a row of a strip, of which this lane has a pack. Elements that aren't there
+// are 0 (load_packs): by any factor they stay 0, or those before them aren't finite either.
+static __device__ __forceinline__ int32_t largest_of_row(const float* x) {
   int32_t most = 0;
   COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) {
-    if (kWhole || j < live) most = coll_larger_magnitude(most, x[j]);
-  }
+  for (int j = 0; j < COLL_PACK; ++j) most = coll_larger_magnitude(most, x[j]);
   return coll_warp_max(most);
 }
 
@@ -174,10 +172,10 @@ static __device__ __forceinline__ void encode_rows(const coll_encoder& to, float
   }
 }
 
-// The blocks' scales into the wire.
+// The blocks' scales into the wire. Lanes whose rows are of one block have the same one.
 static __device__ __forceinline__ void leave_scales(const coll_encoder& to, float scales, int64_t tile, int strip, int count) {
   int row = threadIdx.x % COLL_WARP * COLL_STRIP_ROW;
-  if (row >= COLL_STRIP || (row & (to.block - 1)) != 0 || strip + row >= count) return;
+  if (row >= COLL_STRIP || strip + row >= count) return;
   ((float*)((char*)to.wire + coll_wire_scales_at(to.count, to.format)))[(tile + strip + row) >> block_shift(to.block)] = scales;
 }
 
@@ -214,7 +212,7 @@ static __device__ __forceinline__ void encode_strip(const Source& source, const 
   if (kWhole && scaled) {
     COLL_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      int32_t most = largest_of_row<true>(x[row], COLL_PACK);
+      int32_t most = largest_of_row(x[row]);
       amax = threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;
     }
   }
@@ -222,7 +220,7 @@ static __device__ __forceinline__ void encode_strip(const Source& source, const 
     COLL_KEEP_LOOP
     for (int row = 0; row < COLL_STRIP_ROWS; ++row) {
       take_rows<1, kPlain>(x, source, to, tile, at + row * COLL_STRIP_ROW, count);
-      int32_t most = largest_of_row<false>(x[0], count - at - row * COLL_STRIP_ROW);
+      int32_t most = largest_of_row(x[0]);
       amax = threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;
     }
   }

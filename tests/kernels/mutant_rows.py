@@ -111,6 +111,7 @@ def cast_on_cuda() -> Rows:
             ("space->bad[own] = 0;", ""),
             ("if (own_bad) atomicAdd(&space->bad[own], own_bad);", "if (own_bad) space->bad[own] = own_bad;"),
             ("own_bad);\n  __syncthreads();", "own_bad);"),
+            ("*turn = kSets - 1 - own;", "*turn = own;"),
             ("if (coll_is_bad(coll_bits_float((uint32_t)most), limit))", "if (!coll_finite_bits(most))"),
             ("work.sums[tile] = ", "work.sums[0] = "),
             ("work.bad[tile] = space", "work.bad[tile] += space"),
