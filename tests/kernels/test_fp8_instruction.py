@@ -114,18 +114,20 @@ INSTRUCTION = """
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+static float shim_value(int bits, int exponent_bits, int mantissa_bits, int largest);
 static uint16_t shim_cvt(float high, float low, int exponent_bits, int mantissa_bits, int largest) {
   int bias = (1 << (exponent_bits - 1)) - 1, found[2];
   for (int which = 0; which < 2; ++which) {
     float x = which ? high : low;
-    double magnitude = fabs((double)x), nearest = INFINITY;
-    int best = isinf(x) ? largest : 0;
+    double most = shim_value(largest, exponent_bits, mantissa_bits, largest), nearest = INFINITY;
+    double magnitude = fmin(fabs((double)x), most);
+    int best = 0;
     for (int bits = 0; bits <= largest; ++bits) {
       int exponent = bits >> mantissa_bits, fraction = bits & ((1 << mantissa_bits) - 1);
       double value = exponent ? ldexp(fraction + (1 << mantissa_bits), exponent - bias - mantissa_bits)
                               : ldexp(fraction, 1 - bias - mantissa_bits);
       double far = fabs(value - magnitude);
-      if (far < nearest || (far == nearest && bits % 2 == 0 && !isinf(x))) nearest = far, best = bits;
+      if (far < nearest || (far == nearest && bits % 2 == 0)) nearest = far, best = bits;
     }
     found[which] = isnan(x) ? 0x7f : (signbit(x) ? 0x80 : 0) | best;
   }
