@@ -190,21 +190,31 @@ def reduce_wires(format: str, nbytes: int, device) -> Case:
     return Case(call, SOURCES * sent[0].nbytes + out.nbytes, check)
 
 
-def requantize(format: str, nbytes: int, device) -> Case:
+def requantize(format: str, nbytes: int, device, *, feedback: bool = False) -> Case:
     sources = [noise(nbytes, device, number) for number in range(SOURCES)]
     count = sources[0].numel()
     sent = wires(format, sources)
     table = kernels.WireTable(sent)
     out = torch.zeros_like(sent[0])
+    residual = torch.zeros_like(sources[0]) if feedback else None
+    call = functools.partial(
+        kernels.requantize, table, out, count=count, format=format, block=BLOCK, residual=residual
+    )  # fmt: skip
 
     def check():
         total, again = torch.empty_like(sources[0]), torch.zeros_like(out)
+        left = None
+        if residual is not None:  # calls before this one have left something in it
+            residual.zero_()
+            call()
+            left = torch.zeros_like(residual)
         kernels.reduce_wires(table, total, format=format, block=BLOCK)
-        kernels.quantize(total, again, format=format, block=BLOCK)
+        kernels.quantize(total, again, format=format, block=BLOCK, residual=left)
         same(out, again, "requantize")
+        if residual is not None:
+            same(residual, left, "the residual of requantize")
 
-    call = functools.partial(kernels.requantize, table, out, count=count, format=format, block=BLOCK)
-    return Case(call, (SOURCES + 1) * out.nbytes, check)
+    return Case(call, (SOURCES + 1) * out.nbytes + (2 * residual.nbytes if feedback else 0), check)
 
 
 def stepped(rule: str, nbytes: int, device) -> Case:
@@ -244,6 +254,8 @@ CASES: dict[str, Callable[[int, torch.device], Case]] = {
     "pack bf16, scale": functools.partial(pack, "bfloat16", "bfloat16", SCALE, False),
     "pack fp64, scale": functools.partial(pack, "float64", "float64", SCALE, False),
     "pack fp32 to e4m3, scale": functools.partial(pack, "float32", "float8_e4m3fn", SCALE, False),
+    "pack fp32 to e5m2, scale, norm": functools.partial(pack, "float32", "float8_e5m2", SCALE, True),
+    "pack bf16 to fp16, scale, norm": functools.partial(pack, "bfloat16", "float16", SCALE, True),
     "unpack bf16 to fp32": functools.partial(unpack, "bfloat16", "float32"),
     "unpack fp16 to fp32": functools.partial(unpack, "float16", "float32"),
     **{
@@ -260,6 +272,7 @@ CASES: dict[str, Callable[[int, torch.device], Case]] = {
             ("quantize", quantize), ("quantize with residual", functools.partial(quantize, feedback=True)),
             ("quantize at random", functools.partial(quantize, seed=7)),
             ("dequantize", dequantize), ("reduce wires", reduce_wires), ("requantize", requantize),
+            ("requantize with residual", functools.partial(requantize, feedback=True)),
             ("quantize parts", quantize_parts), ("dequantize parts", dequantize_parts),
         )
     },

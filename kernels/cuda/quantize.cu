@@ -37,14 +37,12 @@ static __device__ __forceinline__ void take_rows(float (*x)[COLL_PACK], const So
   }
 }
 
-// The largest magnitude of a row of a strip, of which this lane has a pack with `live` elements.
-template <bool kWhole>
-static __device__ __forceinline__ int32_t largest_of_row(const float* x, int live) {
+// The largest magnitude of a row of a strip, of which this lane has a pack. Elements that aren't there
+// are 0 (load_packs): by any factor they stay 0, or those before them aren't finite either.
+static __device__ __forceinline__ int32_t largest_of_row(const float* x) {
   int32_t most = 0;
   COLL_UNROLL
-  for (int j = 0; j < COLL_PACK; ++j) {
-    if (kWhole || j < live) most = coll_larger_magnitude(most, x[j]);
-  }
+  for (int j = 0; j < COLL_PACK; ++j) most = coll_larger_magnitude(most, x[j]);
   return coll_warp_max(most);
 }
 
@@ -174,10 +172,10 @@ static __device__ __forceinline__ void encode_rows(const coll_encoder& to, float
   }
 }
 
-// The blocks' scales into the wire.
+// The blocks' scales into the wire. Lanes whose rows are of one block have the same one.
 static __device__ __forceinline__ void leave_scales(const coll_encoder& to, float scales, int64_t tile, int strip, int count) {
   int row = threadIdx.x % COLL_WARP * COLL_STRIP_ROW;
-  if (row >= COLL_STRIP || (row & (to.block - 1)) != 0 || strip + row >= count) return;
+  if (row >= COLL_STRIP || strip + row >= count) return;
   ((float*)((char*)to.wire + coll_wire_scales_at(to.count, to.format)))[(tile + strip + row) >> block_shift(to.block)] = scales;
 }
 
@@ -214,7 +212,7 @@ static __device__ __forceinline__ void encode_strip(const Source& source, const 
   if (kWhole && scaled) {
     COLL_UNROLL
     for (int row = 0; row < kRows; ++row) {
-      int32_t most = largest_of_row<true>(x[row], COLL_PACK);
+      int32_t most = largest_of_row(x[row]);
       amax = threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;
     }
   }
@@ -222,7 +220,7 @@ static __device__ __forceinline__ void encode_strip(const Source& source, const 
     COLL_KEEP_LOOP
     for (int row = 0; row < COLL_STRIP_ROWS; ++row) {
       take_rows<1, kPlain>(x, source, to, tile, at + row * COLL_STRIP_ROW, count);
-      int32_t most = largest_of_row<false>(x[0], count - at - row * COLL_STRIP_ROW);
+      int32_t most = largest_of_row(x[0]);
       amax = threadIdx.x % COLL_STRIP_ROWS == row ? most : amax;
     }
   }
@@ -281,9 +279,11 @@ template <bool kPlain>
 static __device__ __forceinline__ void quantize(const coll_quantize_args& a) {
   double scale = coll_factor(a.scale, a.scale_at);
   uint32_t tiles = (uint32_t)coll_tiles_of(a.to.count);
-  bool packs = takes_packs(a.source, a.source_type, a.parts.stride) &&
-               takes_packs((const void*)((uint64_t)a.to.wire | (uint64_t)a.parts.wire_stride), a.to.format) &&
-               (kPlain || !a.to.residual || takes_packs(a.to.residual, a.to.residual_type, a.parts.stride));
+  bool several = a.work.tiles != tiles;
+  int64_t stride = several ? a.parts.stride : 0, wire_stride = several ? a.parts.wire_stride : 0;
+  bool packs = takes_packs(a.source, a.source_type, stride) &&
+               takes_packs((const void*)((uint64_t)a.to.wire | (uint64_t)wire_stride), a.to.format) &&
+               (kPlain || !a.to.residual || takes_packs(a.to.residual, a.to.residual_type, stride));
   for_each_strip(a.work.tiles, [&](uint32_t tile, int strip) {
     uint32_t part = part_of(a, tile, tiles);
     coll_quantize_args own = a;

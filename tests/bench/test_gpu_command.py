@@ -52,6 +52,12 @@ def test_the_dry_run_of_a_part(tmp_path, part):
     assert len(files) <= 8 and all(path.stat().st_size < 16 << 20 for path in files)
 
 
+def test_every_kernel_is_launched_under_the_sanitizers():
+    words = [sys.executable, "-m", "benchmarks.gpu.every_kernel", "--device", "cpu"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "not_launched=[]" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_in_one_line():
     done = gpu_command()

@@ -30,9 +30,12 @@ def pack_into(arena: Arena, tensors: list[torch.Tensor], dtype: torch.dtype, ski
 def pack_mixed(arena: Arena) -> None:
     tensors = some_tensors(arena, torch.float32, torch.bfloat16, torch.float8_e5m2)
     tensors[7][77], tensors[3][4000] = 3e38, float("nan")
+    tensors[3][3000] = 2.72e38  # scaled it is a number in fp32, and infinity in bf16
     tensors[4][10:4000:100] = 3e38  # finite until it is scaled; many in one tile
     pack_into(arena, tensors, torch.bfloat16, skip=1, scale=1.25)
-    pack_into(arena, [tensors[9], tensors[8]], torch.float8_e5m2)
+    order = torch.zeros(4096)  # 2^24 and two ones, which count if they are added up first
+    order[0], order[128], order[384] = 4096, 1, 1
+    pack_into(arena, [tensors[9], tensors[8], arena.put(order)], torch.float8_e5m2)
 
 
 def pack_wide(arena: Arena) -> None:
@@ -111,6 +114,7 @@ def cast_on_cuda() -> Rows:
             ("space->bad[own] = 0;", ""),
             ("if (own_bad) atomicAdd(&space->bad[own], own_bad);", "if (own_bad) space->bad[own] = own_bad;"),
             ("own_bad);\n  __syncthreads();", "own_bad);"),
+            ("*turn = kSets - 1 - own;", "*turn = own;"),
             ("if (coll_is_bad(coll_bits_float((uint32_t)most), limit))", "if (!coll_finite_bits(most))"),
             ("work.sums[tile] = ", "work.sums[0] = "),
             ("work.bad[tile] = space", "work.bad[tile] += space"),

@@ -113,10 +113,10 @@ def quantize_scaled(arena: Arena) -> None:
         (TAIL, 128, torch.float32, 0), (4096 + 777, 512, torch.bfloat16, 1), (3, 256, torch.float64, 0),
     ):  # fmt: skip
         for format, residual in (("int8", torch.float32), ("fp8_e5m2", torch.bfloat16)):
-            left = arena.normal(count, residual, skip)
+            left, values = arena.normal(count, residual, skip), arena.normal(count, dtype, skip)
+            values[500::1000] = float("inf")
             kernels.quantize(
-                arena.normal(count, dtype, skip), wire(arena, count, format, block), format=format, block=block,
-                residual=left, scale=1.5,
+                values, wire(arena, count, format, block), format=format, block=block, residual=left, scale=1.5
             )  # fmt: skip
 
 
@@ -127,6 +127,19 @@ def quantize_plain(arena: Arena) -> None:
         kernels.quantize(arena.normal(count), to, format="bf16", residual=left, seed=seed, position=4096)
         to = wire(arena, count, "int8", 256)
         kernels.quantize(arena.normal(count), to, format="int8", block=256, seed=seed, position=3 * 4096)
+
+
+    count = 4096 + 776  # no padding behind it
+    kernels.quantize(arena.normal(count), wire(arena, count, "bf16"), format="bf16")
+
+
+def requantize_padding(arena: Arena) -> None:
+    """Scales that no block has are read as zeros' factors, whatever they are, and written as 0."""
+    count = 4096 + 640
+    wires = filled(arena, 2, count, "int8")
+    for each in wires:
+        each.view(torch.float32)[-(-count // 128 % 4) :] = float("nan")
+    kernels.requantize(wires, wire(arena, count, "int8"), count=count, format="int8", block=128)
 
 
 def dequantize(arena: Arena) -> None:
@@ -147,20 +160,25 @@ def reduce_wires(arena: Arena) -> None:
         kernels.reduce_wires(wires, arena.empty(TAIL, torch.float32), format=format, block=128, average_over=over)
         out, left = wire(arena, TAIL, format), arena.normal(TAIL)
         kernels.requantize(wires, out, count=TAIL, format=format, block=128, average_over=over, residual=left)
+    for format in ("int8", "bf16"):
+        wires = filled(arena, 3, TAIL, format)
+        moved = arena.empty(wires[0].numel(), torch.uint8, skip=4)  # no place for packs of 16-bit elements
+        moved.copy_(wires[0])
+        kernels.reduce_wires([moved, *wires[1:]], arena.empty(TAIL, torch.float32), format=format, block=128)
+        kernels.requantize(wires, wires[1], count=TAIL, format=format, block=128)
 
 
 def wire_parts(arena: Arena) -> None:
-    numel, stride = 4096 + 300, 4096 + 308
-    count = 2 * stride + 77
-    for format, seed in (("int8", 3), ("bf16", None)):
-        width = wire_layout(numel, format, 128).nbytes
+    for format, seed, stride, more in (("int8", 3, 4096 + 308, 0), ("bf16", None, 4096 + 301, 4)):
+        numel = 4096 + 300
+        count, width = 2 * stride + 77, wire_layout(numel, format, 128).nbytes + more
         parts = kernels.WireParts(3, numel, width, stride)
         wires, left = arena.empty(3 * width, torch.uint8), arena.normal(count)
         kernels.quantize(arena.normal(count), wires, format=format, block=128, residual=left, seed=seed, parts=parts)
         kernels.dequantize(wires, arena.normal(count), format=format, block=128, add=True, parts=parts)
 
 
-WIRE = (quantize_scaled, quantize_plain, dequantize, reduce_wires, wire_parts)
+WIRE = (quantize_scaled, quantize_plain, requantize_padding, dequantize, reduce_wires, wire_parts)
 
 
 def wire_formats() -> Rows:
@@ -176,15 +194,18 @@ def wire_formats() -> Rows:
             ("k + 4 <= wires; k += 4", "k + 4 <= wires; k += 5"),
             ("k + 2 <= wires; k += 2", "k + 2 <= wires; k += 3"),
             ("(average_over & (average_over - 1)) == 0", "average_over > 0"),
+            ("addresses |= (uint64_t)wire_of(from, k)", "addresses = (uint64_t)wire_of(from, k)"),
+            (
+                "for (int w = 0; w < kWires; ++w) {\n    COLL_UNROLL",
+                "for (int w = kWires - 1; w >= 0; --w) {\n    COLL_UNROLL",
+            ),
         ),
         *plant(
             "cuda/quantize.cu", "", WIRE,
             ("if (j < live) wire[j]", "if (j <= live) wire[j]"),
-            ("if (kWhole || j < live) most", "if (true) most"),
             ("== row ? most : amax;\n    }\n  }\n  if (!kWhole", "== row ? most : 0;\n    }\n  }\n  if (!kWhole"),
             ("block > by * COLL_STRIP_ROW && other", "other"),
             ("threadIdx.x & COLL_STRIP_ROWS)", "threadIdx.x & 1)"),
-            ("(row & (to.block - 1)) != 0 || strip + row", "strip + row"),
             ("strip + row >= count", "strip + row > count"),
             ("x[next - 1][j] = x[next][j]", "x[next][j] = x[next - 1][j]"),
             ("if (left <= strip + COLL_STRIP) clear_padding", "if (left < 0) clear_padding"),
@@ -196,6 +217,14 @@ def wire_formats() -> Rows:
             ("(int64_t)(tile - part * tiles) * COLL_TILE", "(int64_t)tile * COLL_TILE"),
             ("i += gridDim.x * warps", "i += gridDim.x * warps + 1"),
             ("tile += gridDim.x", "tile += gridDim.x + 1"),
+            ("bool several = a.work.tiles != tiles;", "bool several = false;"),
+            ("add_residual<kAtOnce>(x + row, kept", "add_residual<kAtOnce>(x, kept"),
+            ("scales, row + i) : 1.0f", "scales, row) : 1.0f"),
+            ("if (coll_finite_bits(most)) {", "if (true) {"),
+        ),
+        *plant(
+            "cuda/tile.cuh", "cuda/quantize.cu", (dequantize, wire_parts),
+            ("if (kSets == 1) __syncthreads();", ""),
         ),
         *plant(
             "host/quantize.cpp", "", WIRE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import kernels
+from collectives.kernels import cuda
 from collectives.layout import WIRE_BLOCKS, WIRE_FORMATS, wire_layout
 
-from . import wire_oracle
+from . import shim, wire_oracle
 from .ways import HOSTS, TEXTS, Place, bits, made
 from .wire_cases import (
     COUNTS,
@@ -86,6 +88,27 @@ def test_quantize_by_the_cuda_text(format, seed, residual):
 def test_sizes_by_the_cuda_text(count):
     for format, seed in (("int8", None), ("fp8_e4m3", 5), ("bf16", None)):
         check_quantize(TEXTS[1][1], made(count), format, 128, residual=residual_of(count, torch.float32), seed=seed)
+
+
+@functools.cache
+def packs_alone() -> shim.Text:
+    """quantize.cu without what takes strips at odd addresses and those that the end cuts off."""
+    text, slow = cuda.source_text("quantize.cu"), "else encode_strip<false, kPlain>(source, to, first, strip, count);"
+    assert text.count(slow) == 1
+    return shim.Text("quantize.cu", text.replace(slow, ""), "-O0")
+
+
+@pytest.mark.parametrize("parts", [None, kernels.WireParts(1, 4999, 5024 + 160)], ids=["whole", "one part"])
+def test_whole_strips_go_by_packs_whatever_the_count(parts):
+    """An odd count, one part's odd stride too, slows down no more than the last strip."""
+    x, how = made(4999, specials=False), {"format": "int8", "block": 256, "parts": parts}
+    for residual in (None, torch.float32):
+        wires = [torch.zeros(wire_layout(4999, "int8", 256).nbytes, dtype=torch.uint8) for _ in range(2)]
+        kernels.quantize(x, wires[0], residual=residual_of(4999, residual), **how)
+        with shim.cuda_text(grid=2, block=64, texts=lambda source: packs_alone()):
+            kernels.quantize(x, wires[1], residual=residual_of(4999, residual), **how)
+        assert torch.equal(wires[0][: 9 * 512], wires[1][: 9 * 512])
+        assert wires[1][9 * 512 : 4999].eq(0).all() and wires[0][9 * 512 : 4999].ne(0).any()
 
 
 @pytest.mark.parametrize("way", [*HOSTS[::2], TEXTS[1]], ids=lambda way: way[0])
