@@ -15,6 +15,7 @@ cdef class GroupCalls:
     cdef readonly list _calls
     cdef GroupCalls outer
     cdef Py_ssize_t outer_length        # calls of the outer group when this one was entered
+    cdef unsigned long thread           # that has entered it
     cdef bint entered
 
     def __init__(self, comm):
@@ -30,7 +31,7 @@ cdef class GroupCalls:
         if self.entered:
             raise errors.InvalidUsage("this group is open already: make another one with comm.group()",
                                       rank=self._comm.rank)
-        self.entered = True
+        self.entered, self.thread = True, thread
         outer = PyDict_GetItem(open_groups, thread)
         if outer is NULL:
             (<dict> open_groups)[thread] = self
@@ -42,14 +43,20 @@ cdef class GroupCalls:
     def __exit__(self, kind, error, trace):
         cdef GroupCalls outer = self.outer
         cdef list calls
+        if not self.entered:
+            raise errors.InvalidUsage("this group isn't open", rank=self._comm.rank)
         self.entered = False
         if outer is not None:
             self.outer = None
             if kind is not None:
                 del outer._calls[self.outer_length:]
             return
-        del (<dict> open_groups)[PyThread_get_thread_ident()]
+        # Not this thread's: a generator may be closed in another one than the one that it began in.
+        (<dict> open_groups).pop(self.thread, None)
         calls, self._calls = self._calls, []
+        if kind is None and self.thread != PyThread_get_thread_ident():
+            raise errors.InvalidUsage("this group was entered in another thread, so nothing of it was started",
+                                      rank=self._comm.rank)
         if kind is None and calls and not issue_transfers(calls):
             self._issue(calls)
 

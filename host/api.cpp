@@ -125,8 +125,9 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     if (root < 0 || root >= c->size)
       return wrong(format("%s is %d, must be 0 to %d", kind == CollKind::Send || kind == CollKind::Recv ? "peer" : "root", root,
                           c->size - 1));
-    constexpr size_t kNeverTooMuch = SIZE_MAX / 2 / 8 / kMaxRanks;  // spares a small call two divisions
-    if (count > kNeverTooMuch && count > SIZE_MAX / 2 / type_size(type) / static_cast<size_t>(c->size))
+    constexpr size_t kAddressSpace = size_t{1} << 56;  // bytes of a process; transfer_key relies on it
+    constexpr size_t kNeverTooMuch = kAddressSpace / 8 / kMaxRanks;  // spares a small call two divisions
+    if (count > kNeverTooMuch && count >= kAddressSpace / type_size(type) / static_cast<size_t>(c->size))
       return wrong(format("count is %zu, more than an address space holds", count));
 
     bool is_root = c->rank == root;

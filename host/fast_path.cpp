@@ -111,7 +111,10 @@ bool finish_short(std::vector<Transfer>& transfers) {
   if (!move_short(transfers)) {
     c.wake_sleepers();
     for (int turns = c.spin ? kSpins : kSpinsInTurns; !move_short(transfers); --turns) {
-      if (!turns) return false;
+      if (!turns) {
+        if (wakes) c.wake_sleepers();
+        return false;
+      }
       cpu_relax();
     }
   } else {
@@ -144,6 +147,7 @@ bool run_short(std::vector<Transfer>& transfers, ncclResult_t* code) {
   bool failed = false;
   for (size_t i = 0; i < transfers.size() && !failed; ++i) {
     transfers[i].begin();
+    transfers[i].op.record_start();
     failed = static_cast<bool>(transfers[i].error);
   }
   if (failed || !finish_short(transfers))

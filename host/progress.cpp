@@ -453,7 +453,6 @@ Error run_posted(std::vector<Transfer>& transfers) {
   Run run(work);
   for (const Transfer& each : work.transfers) {
     run.open -= each.done();
-    if (!each.done()) each.op.record_start();
     if (each.error && !run.finished) run.fail(each.error);
   }
   run.describe(run.current(), 0);

@@ -220,6 +220,51 @@ def test_a_rank_that_was_killed():
     run_ranks(killed, 2, deaths=(1,))
 
 
+def left_by_a_generator(ctx):
+    """A generator that is closed in another thread, or a block left twice: no group stays open, and none is started."""
+    comm = ctx.communicator()
+
+    def half():
+        with comm.group():
+            comm.send(full(99), 1 - comm.rank)
+            yield
+
+    for ends in (lambda each: each.close(), lambda each: next(each, None)):
+        each, raised = half(), []
+        next(each)
+
+        def end(each=each, ends=ends, raised=raised):
+            try:
+                ends(each)
+            except errors.InvalidUsage as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        other = full(-1)
+        if comm.rank == 0:  # in no group: they take place here
+            comm.send(full(5), 1)
+        else:
+            comm.recv(other, 0)
+            assert torch.equal(other, full(5))
+        assert not _nccl.open_groups
+    assert len(raised) == 1 and "entered in another thread" in raised[0]
+    ended = comm.group()
+    with ended:
+        pass
+    with comm.group():
+        with pytest.raises(errors.InvalidUsage, match="isn't open"):
+            ended.__exit__(None, None, None)
+        comm.send(full(comm.rank), 1 - comm.rank)
+        comm.recv(other, 1 - comm.rank)
+    assert torch.equal(other, full(1 - comm.rank))
+
+
+def test_blocks_left_in_another_thread():
+    run_ranks(left_by_a_generator, 2)
+
+
 def bare(ctx):
     with pytest.raises(TypeError, match="come from ArrayCalls"):
         _nccl.GroupedTransfer()

@@ -54,6 +54,31 @@ def recorded(ctx, folder, how, at_fault=1):
     comm.abort()
 
 
+def grouped(ctx, folder):
+    """Small groups whose peer is there at once, and ones that wait for it."""
+    with variables(COLLECTIVES_FLIGHT_DIR=folder):
+        comm = ctx.new_communicator()
+    x, y = torch.full((16,), float(ctx.rank)), torch.empty(16)
+    for number in range(40):
+        if number % 8 == ctx.rank:
+            time.sleep(0.01)
+        with comm.group():
+            comm.send(x, 1 - ctx.rank)
+            comm.recv(y, 1 - ctx.rank)
+        assert (y == 1 - ctx.rank).all()
+    ctx.barrier()
+    operations = [op for ring in read_folder(folder)[0] if ring.rank == ctx.rank for op in ring.operations]
+    ctx.barrier()
+    comm.close()
+    return [(op.submitted, op.started, op.ended) for op in operations if op.name in ("send", "recv")]
+
+
+def test_sends_and_receives_in_a_group(tmp_path):
+    for times in run_ranks(grouped, 2, str(tmp_path)):
+        assert len(times) == 80
+        assert all(None not in each and list(each) == sorted(each) for each in times), times
+
+
 def found(folder, kind):
     rings, problems = read_folder(folder)
     assert not problems
