@@ -778,10 +778,8 @@ cdef class Comm:
         self.leave(code, "collHostCommSetStep")
 
     def note_use(self, size_t address, size_t nbytes):
-        """Count one use of ordinary memory, which the collectives that follow use in parts.
-
-        Nobody else may write to it until they have ended: after some uses it becomes shared
-        memory. C: ``collHostCommNoteUse``.
+        """Count one use of ordinary memory that the next collectives use in parts, and that nobody else writes to
+        meanwhile: after some uses it becomes shared memory. C: ``collHostCommNoteUse``.
         """
         cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommNoteUse, "collHostCommNoteUse")
         cdef ncclResult_t code
