@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import errors, fused_allreduce
 from collectives.comm import liveness as presence
 from collectives.comm import waiting
+from collectives.comm.multinode.error_store import ErrorStore
 from collectives.rendezvous.control import dup_on_host
+from tests.hosts import joined
 from tests.launching import clean_environment, finish, free_port, started
 from tests.ranks import run_ranks
 
@@ -251,3 +253,30 @@ def test_a_wait_in_a_library_says_so_from_a_thread():
         logging.getLogger("collectives").removeHandler(lines)
     said = r"WARNING rank 3 has waited \d+ s for ranks 1, 2 to come; it goes on with no limit"
     assert re.fullmatch(said, lines.lines[0])
+
+
+def ring_over_two_machines(ctx):
+    """Each rank sends to the next one; rank 1 dies. Rank 3 waits for rank 2, which waits for rank 1."""
+    real = ErrorStore.fetch_error
+
+    def patient(store, seconds=8.0, peers=()):
+        return real(store, seconds, peers)
+
+    with pytest.raises(errors.RemoteError) as raised, joined(ctx, "aaabbb") as comm:
+        comm.all_reduce(torch.ones(4))
+        ctx.barrier()
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.ones(1 << 18)
+        # On the machine of the dead rank its end is seen, by the others only that rank 2 has closed its connection.
+        with mock.patch.object(ErrorStore, "fetch_error", patient if ctx.rank < 3 else real):
+            while True:
+                with comm.group():
+                    comm.send(x, (ctx.rank + 1) % ctx.size)
+                    comm.recv(torch.empty_like(x), (ctx.rank - 1) % ctx.size)
+    return raised.value.peers
+
+
+def test_ranks_on_the_other_machine_name_the_one_that_died():
+    found = run_ranks(ring_over_two_machines, 6, deaths=(1,))
+    assert [peers for rank, peers in enumerate(found) if rank != 1] == [(1,)] * 5

@@ -415,11 +415,13 @@ def _share_cause(store: ErrorStore, error: CollectivesError, connects: bool) -> 
 
 
 def _find_cause(store: ErrorStore, error: CollectivesError, is_transfer: bool) -> CollectivesError:
-    """Return what another rank has posted, where this one only knows that a transfer has failed."""
+    """Return what another rank has posted, where this one only knows that a transfer has failed. A rank whose
+    process has ended is the cause, unless one is posted: others, which wait for it to be, would post theirs.
+    """
     if isinstance(error, CollectiveTimeout):
         return _follow_timeout(store, error)
     if is_transfer or isinstance(error, RemoteError):
-        posted = store.fetch_error(peers=error.peers)
+        posted = store.fetch_error(0.0) if store.have_ended(error.peers) else store.fetch_error(peers=error.peers)
         seen_end = isinstance(posted, RemoteError) and error.rank in posted.peers  # this rank's, by a peer
         return error if posted is None or seen_end else posted
     return error

@@ -154,6 +154,10 @@ class ErrorStore:
             return found
         return self.fetch_error(2 * _FETCH_S) or error
 
+    def have_ended(self, peers: Sequence[int]) -> bool:
+        """Return whether the processes of some ranks are known to have ended: all of them, on this machine."""
+        return bool(peers) and all(map(self._exit_reason, peers))
+
     def _exit_reason(self, peer: int) -> str:
         return exit_reason(self.processes[peer]) if peer < len(self.processes) else ""
 
