@@ -7,8 +7,6 @@ status than 0, is a failure of the stage.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from . import VARIABLE
-from .program import ROOT, Program, free_port, rank_environment
+from .program import ROOT, Program, run_ranks
 
 AT_ONCE = 4
 SECONDS = 70.0  # of one example
@@ -43,30 +41,11 @@ DRY = ((1, "fit_surface.py"),)  # on the CPU
 
 def run_example(program: Program, folder: str, device: str, ranks: int, words: tuple[str, ...]) -> bool:
     """Run an example by so many ranks; write its row. Return whether it passed."""
-    case, port, begun = f"{words[0]}, {ranks} rank{'s' * (ranks > 1)}", free_port(), time.monotonic()
-    processes, logs = [], []
-    for rank in range(ranks):
-        environment = {**os.environ, "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        environment |= rank_environment(rank, ranks, device, port)
-        environment.pop(VARIABLE, None)
-        logs.append(tempfile.TemporaryFile("w+", errors="replace"))
-        command = [sys.executable, str(ROOT / "examples" / words[0]), *words[1:]]
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=logs[-1], stderr=logs[-1]))
-    end = begun + SECONDS
-    while any(each.poll() is None for each in processes) and time.monotonic() < end:
-        if any(each.poll() for each in processes):
-            end = min(end, time.monotonic() + 10)  # the others may say more of it
-        time.sleep(0.1)
-    statuses = ["out of time" if each.poll() is None else each.returncode for each in processes]
-    for each in processes:
-        each.kill()
-        each.wait()
-    texts = []
-    for log in logs:
-        log.seek(0)
-        texts.append(log.read())
-        log.close()
-    passed = not any(statuses)
+    case, begun = f"{words[0]}, {ranks} rank{'s' * (ranks > 1)}", time.monotonic()
+    command = [sys.executable, str(ROOT / "examples" / words[0]), *words[1:]]
+    variables = {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), VARIABLE: ""}
+    statuses, texts = run_ranks([command] * ranks, device, cwd=folder, seconds=SECONDS, **variables)
+    passed = not any(status != 0 for status in statuses)
     fields = {"statuses": statuses, "seconds": round(time.monotonic() - begun, 1)}
     lines = [line for line in texts[0].splitlines() if line.startswith("{")]
     if lines:

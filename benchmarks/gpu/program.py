@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -18,7 +19,7 @@ import torch
 
 from . import VARIABLE
 
-__all__ = ["Program", "events_seconds", "is_gpu", "median", "run_ranks_of", "synchronize"]
+__all__ = ["Program", "events_seconds", "is_gpu", "median", "run_ranks", "run_ranks_of", "synchronize"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEVICES = ("cuda", "simulated", "cpu")
@@ -135,33 +136,45 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks_of(module: str, arguments: argparse.Namespace) -> int:
-    """Start the ranks of a program and wait; where one fails the others are ended.
+def run_ranks(commands: list[list[str]], device: str, *, cwd=ROOT, seconds: float = math.inf, **variables: str):
+    """Run a command for each rank, for some seconds at most; where one fails the others are ended.
 
-    Rank 0 writes the rows.
+    Returns their exit statuses, None for a rank that was ended here, and what each has printed.
     """
-    port = free_port()
+    port, end = free_port(), time.monotonic() + seconds
     processes, outputs = [], []
-    for rank in range(arguments.ranks):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment |= rank_environment(rank, arguments.ranks, arguments.device, port)
-        output = tempfile.TemporaryFile()
-        outputs.append(output)
-        command = [sys.executable, "-m", module, *sys.argv[1:], "--rank", str(rank)]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
+    for rank, command in enumerate(commands):
+        environment = {**os.environ, **variables, **rank_environment(rank, len(commands), device, port)}
+        outputs.append(tempfile.TemporaryFile())
+        processes.append(
+            subprocess.Popen(command, cwd=cwd, env=environment, stdout=outputs[-1], stderr=outputs[-1])
+        )
     try:
-        while any(process.poll() is None for process in processes):
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
             if any(process.poll() for process in processes):
                 time.sleep(3)  # the others may say more of it
                 break
             time.sleep(0.05)
     finally:
+        statuses = [process.poll() for process in processes]
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    for rank, output in enumerate(outputs):
+    texts = []
+    for output in outputs:
         output.seek(0)
-        print(f"---- rank {rank}: status {processes[rank].returncode}")
-        print(output.read().decode(errors="replace")[-100_000:], flush=True)
-    return 1 if any(process.returncode for process in processes) else 0
+        texts.append(output.read().decode(errors="replace"))
+        output.close()
+    return statuses, texts
+
+
+def run_ranks_of(module: str, arguments: argparse.Namespace) -> int:
+    """Start the ranks of one of this folder's programs and wait. Rank 0 writes the rows."""
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--rank"]
+    commands = [[*command, str(rank)] for rank in range(arguments.ranks)]
+    statuses, texts = run_ranks(commands, arguments.device, OMP_NUM_THREADS="1")
+    for rank, (status, text) in enumerate(zip(statuses, texts, strict=True)):
+        print(f"---- rank {rank}: {'ended' if status is None else f'status {status}'}")
+        print(text[-100_000:], flush=True)
+    return 1 if any(status != 0 for status in statuses) else 0
