@@ -17,6 +17,19 @@
 #include "system.h"
 
 namespace coll {
+namespace {
+
+// Ask so many times as a wait spins. false: it wasn't ready.
+template <class Ready>
+bool spin_until(const ncclComm& c, Ready ready) {
+  for (int turns = c.spin ? kSpins : kSpinsInTurns; !ready(); --turns) {
+    if (!turns) return false;
+    cpu_relax();
+  }
+  return true;
+}
+
+}  // namespace
 
 bool Collective::is_short() const {
   const ncclComm& c = comm();
@@ -55,10 +68,7 @@ bool Collective::finish_short() {
   bool at_once = sources_ready(0);
   if (!at_once) {
     c.wake_sleepers();
-    for (int turns = c.spin ? kSpins : kSpinsInTurns; !sources_ready(0); --turns) {
-      if (!turns) return false;
-      cpu_relax();
-    }
+    if (!spin_until(c, [&] { return sources_ready(0); })) return false;
   }
   if (!same_calls()) return false;
   checked = true;
@@ -110,12 +120,9 @@ bool finish_short(std::vector<Transfer>& transfers) {
                            [](const Transfer& t) { return t.op.kind == CollKind::Send && t.moved < t.chunks; });
   if (!move_short(transfers)) {
     c.wake_sleepers();
-    for (int turns = c.spin ? kSpins : kSpinsInTurns; !move_short(transfers); --turns) {
-      if (!turns) {
-        if (wakes) c.wake_sleepers();
-        return false;
-      }
-      cpu_relax();
+    if (!spin_until(c, [&] { return move_short(transfers); })) {
+      if (wakes) c.wake_sleepers();
+      return false;
     }
   } else {
     wakes = true;

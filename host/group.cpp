@@ -3,10 +3,10 @@
 
 #include "group.h"
 #include "condition.h"
+#include "fast_path.h"
 #include "order.h"
 #include "progress.h"
 #include "queue.h"
-#include "fast_path.h"
 #include "system.h"
 
 namespace coll {
