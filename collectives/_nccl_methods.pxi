@@ -6,8 +6,8 @@
 def with_fast_path(full, /):
     """Decorate a method of `Communicator` named as one of `ArrayCalls`.
 
-    The method tries ``_fast_path`` of the communicator, and calls ``full`` for what
-    it doesn't take. It has the signature and the documentation of ``full``.
+    The method tries ``_fast_path`` of the communicator, and calls ``full`` for what that doesn't
+    take. It has the signature and the documentation of ``full``.
     """
     return update_wrapper(FAST_METHODS[full.__name__](full), full)
 

@@ -151,7 +151,8 @@ class NoCompression(Compressor):
     def folded_factor(self, comm, scaling, dtype):
         if comm._on_host:  # it divides in the pass that sums
             return 1.0
-        return plan_reduction(comm, scaling, dtype, self.choose_algorithm(comm)).fold_into_step(dtype)[1]
+        plan, _ = self.plan(comm, scaling, dtype)
+        return plan.fold_into_step(dtype)[1]
 
     def reduce_scatter(self, comm, bucket, scaling, shard_numel, *, grad_stats=None, folded=False):
         flat = bucket.flat

@@ -24,7 +24,7 @@ ENV = {"COLLECTIVES_OVERLAP": "0"}
 
 
 def slow(rank, tensors):
-    """Yield after work on the current stream, so that what isn't ordered behind it comes too early."""
+    """Return the tensors, with the current stream busy, so that what isn't ordered behind it comes too early."""
     rank.delay()
     return tensors
 
@@ -65,18 +65,28 @@ def test_bits(device, ranks, case):
         compare(list(found), list(alone(ranks, STEPS)))
 
 
-@in_group
-def inside_of_a_hook(rank, how):
-    """A hook that uses the bucket when `fused_allreduce` is done: of torch's, and of the user's own."""
-    model, state, calls = make_terms(rank.device), HookState(comm=rank.comm), []
+def doubling(calls):
+    """Return a hook that doubles what `fused_allreduce` gives it, and adds each bucket's number to `calls`."""
 
     def doubled(state, bucket) -> torch.futures.Future[torch.Tensor]:
         calls.append(bucket.index())
         return collectives.fused_allreduce(state, bucket).then(lambda done: done.value().mul_(2.0))
 
-    hook = doubled if how == "own" else default_hooks.fp16_compress_wrapper(collectives.fused_allreduce)
+    return doubled
+
+
+def wrap_with(hook, model, state):
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True)
     ddp.register_comm_hook(state, hook)
+    return ddp
+
+
+@in_group
+def inside_of_a_hook(rank, how):
+    """A hook that uses the bucket when `fused_allreduce` is done: of torch's, and of the user's own."""
+    model, state, calls = make_terms(rank.device), HookState(comm=rank.comm), []
+    hook = doubling(calls) if how == "own" else default_hooks.fp16_compress_wrapper(collectives.fused_allreduce)
+    ddp = wrap_with(hook, model, state)
     found = []
     for number in range(STEPS):
         found.append(step_of(rank, ddp, model, number))
@@ -104,15 +114,7 @@ def then_a_hook_around_it(rank):
     del ddp
     for param in model.parameters():
         param.grad = None
-    return inside_of(rank, model, state)
-
-
-def inside_of(rank, model, state):
-    def doubled(state, bucket) -> torch.futures.Future[torch.Tensor]:
-        return collectives.fused_allreduce(state, bucket).then(lambda done: done.value().mul_(2.0))
-
-    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True)
-    ddp.register_comm_hook(state, doubled)
+    ddp = wrap_with(doubling([]), model, state)
     found = [step_of(rank, ddp, model, number) for number in range(6)]
     assert not state.fast_path.is_open
     return found
