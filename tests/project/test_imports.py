@@ -1,4 +1,4 @@
-"""The shape of the sources: imports only downward, short files, stubs beside extensions, the path of one call."""
+"""The shape of the sources: imports only downward, no underscore names of others, public names that are there."""
 
 from __future__ import annotations
 
@@ -30,30 +30,6 @@ auto tracing run bench doctor flight
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxi")])
-ALL_TEXT = [
-    path
-    for folder in ("collectives", "host", "kernels", "tests", "benchmarks", "examples")
-    for path in sorted((ROOT / folder).rglob("*"))
-    if path.suffix in (".py", ".pyx", ".pxd", ".pyi", ".pxi", ".h", ".cpp", ".cu", ".cuh", ".sh")
-]
-MAX_FILE, MAX_CLASS, MAX_FUNCTION = 600, 300, 80  # lines
-
-# What is longer today: its own limit, and why it is one. A class is named by its file and its name. What has become
-# short enough leaves this list.
-EXCEPTIONS = {
-    "collectives/_nccl.pyx": (
-        633, "the cdef class Library, which must lie in one file: a method for each C function without a communicator"),
-    "collectives/_nccl_comm.pxi": (
-        854, "the cdef class Comm, which must lie in one file: a method for each C function of a communicator"),
-    "collectives/sharded/agreement.py: Agreement": (
-        305, "a method for each thing that the ranks agree on"),
-    "collectives/sharded/follower.py: Follower": (
-        355, "passes, collectives, the end of a backward and errors share the pass in progress"),
-    "collectives/sharded/scheduler.py: Scheduler": (
-        340, "the order of units in a forward and a backward, and what an exception in either leaves to be done"),
-    "collectives/horovod/controller.py: Controller": (
-        370, "the cycle: queue, negotiation, what is carried out, and the thread that drives it"),
-}  # fmt: skip
 
 
 def package_of(path: Path) -> str:
@@ -134,64 +110,6 @@ def test_the_binding_imports_no_torch():
             assert not re.search(r"^\s*(from|c?import)\s+torch", path.read_text(), re.M), path
 
 
-def lengths(path: Path) -> dict[str, tuple[int, int]]:
-    """Lines and largest number of lines of a file, of its classes and of its functions, by name."""
-    text, file = path.read_text(), str(path.relative_to(ROOT))
-    found = {file: (len(text.splitlines()), MAX_FILE)}
-
-    def walk(node, outer: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            name = outer
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                name = f"{outer}.{child.name}" if outer else child.name
-                limit = MAX_CLASS if isinstance(child, ast.ClassDef) else MAX_FUNCTION
-                lines = child.end_lineno - child.lineno + 1
-                # Of several with one name, as of a property and its setter, the longest counts.
-                found[f"{file}: {name}"] = max((lines, limit), found.get(f"{file}: {name}", (0, limit)))
-            walk(child, name)
-
-    if path.suffix == ".py":
-        walk(ast.parse(text), "")
-    return found
-
-
-def test_files_are_short():
-    """Files, and the classes and functions of Python files."""
-    limits = {name: limit for name, (limit, _) in EXCEPTIONS.items()}
-    wrong = [
-        f"{name}: {lines} lines, at most {limits.get(name, limit)}"
-        for path in ALL_TEXT
-        if not (path.suffix == ".cpp" and path.with_suffix(".pyx").exists())  # made by Cython
-        for name, (lines, limit) in lengths(path).items()
-        if lines > limits.get(name, limit)
-    ]
-    assert not wrong
-
-
-@pytest.mark.parametrize("name", EXCEPTIONS)
-def test_exceptions_are_needed(name):
-    found = lengths(ROOT / name.partition(":")[0])
-    assert name in found, "it is gone, and so must be its exception"
-    lines, limit = found[name]
-    assert lines > limit, f"{lines} lines: it needs no exception any more"
-
-
-def test_lengths_are_those_of_files_classes_and_functions(tmp_path, monkeypatch):
-    (tmp_path / "module.py").write_text("class A:\n    def f(self):\n        def g():\n            pass\n\n\nx = 1\n")
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    assert lengths(tmp_path / "module.py") == {
-        "module.py": (7, MAX_FILE),
-        "module.py: A": (4, MAX_CLASS),
-        "module.py: A.f": (3, MAX_FUNCTION),
-        "module.py: A.f.g": (2, MAX_FUNCTION),
-    }
-
-
-def test_no_file_is_a_junk_drawer():
-    wrong = [p for p in ALL_TEXT if re.fullmatch(r"_?(utils?|commons?|helpers?|misc)", p.stem)]
-    assert not wrong
-
-
 def literal_all(path: Path):
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == "__all__" for t in node.targets):
@@ -232,29 +150,3 @@ def test_every_extension_has_a_stub():
         stub = path.with_suffix(".pyi")
         assert stub.exists(), stub
         ast.parse(stub.read_text())
-
-
-def calls_in(path: Path) -> set[str]:
-    """Names of everything that is called as a method or looked up as an attribute in a file."""
-    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-
-
-def test_the_path_of_one_call():
-    """What docs/architecture.md prints, hop by hop: ``fused_allreduce -> ... -> libnccl | host engine``."""
-    page = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
-    assert "fused_allreduce -> DDPReducer.reduce_bucket -> NoCompression.reduce -> Communicator.all_reduce" in page
-    assert "-> Communicator.all_reduce -> _nccl -> ncclAllReduce -> libnccl | host engine" in page
-    hook = (PACKAGE / "ddp/hook.py").read_text()
-    assert "def fused_allreduce(" in hook
-    # The hook's own hops: the bucket, its stream, its compressor.
-    assert {"reducer", "reduce_bucket"} <= calls_in(PACKAGE / "ddp/hook.py")
-    assert {"compressor", "reduce"} <= calls_in(PACKAGE / "gradients/ddp_reducer.py")
-    assert "all_reduce" in calls_in(PACKAGE / "compression/base.py")
-    communicator = ast.parse((PACKAGE / "comm/communicator.py").read_text())
-    (cls,) = (n for n in communicator.body if isinstance(n, ast.ClassDef) and n.name == "Communicator")
-    (method,) = (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "all_reduce")
-    assert any(isinstance(n, ast.Attribute) and n.attr == "all_reduce" for n in ast.walk(method))  # the binding's
-    binding = "".join(p.read_text() for p in SOURCES if p.suffix in (".pyx", ".pxi"))
-    assert re.search(r"def all_reduce\((?s:.){0,2000}?api\.ncclAllReduce\(", binding)
-    engine = "".join(p.read_text() for p in sorted((ROOT / "host").glob("*.cpp")))
-    assert re.search(r"ncclResult_t ncclAllReduce\(", engine)
