@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..comm.consensus import ComparedValue, describe_differences
+from ..comm.agree import ComparedValue, describe_differences
 from ..comm.liveness import RankExits
 from ..comm.waiting import RankWait
 from ..errors import CollectivesError, TransportError

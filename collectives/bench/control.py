@@ -1,7 +1,7 @@
 """Control channel between rank processes, over torch's TCPStore, on which waiting ranks sleep.
 
 While one library is measured, ranks that take no part must not use its cores. So the values go
-through a store and not by `comm.consensus`, whose collectives may spin while they wait.
+through a store and not by `comm.agree`, whose collectives may spin while they wait.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Communicator and its parts: engines, asynchronous work, groups, memory, algorithms, watchdog."""
 
+from .agree import ComparedValue, all_gather_bytes, all_gather_object, verify_same
 from .communicator import Communicator
 from .config import CommConfig, gather_config
-from .consensus import ComparedValue, all_gather_bytes, all_gather_object, verify_same
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
 from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
 from .malloc import allocate_with_mmap, keep_freed_memory

@@ -4,7 +4,7 @@ NCCL itself doesn't check that all ranks make the same call. With the variable s
 exchange a fingerprint, a row of numbers, of each call before it is issued. That costs a small
 all-gather and a copy to the host for each call, so it is for finding a fault, not for production.
 The host engine, and those that connect several nodes, compare the same rows as a part of each call.
-So they are numbers of a fixed size, and not `consensus`'s JSON.
+So they are numbers of a fixed size, and not `agree`'s JSON.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from .._nccl import SHRINK_ABORT, ArrayCalls, Comm
 from ..environment import check_variables
 from ..errors import InvalidArgument, Mismatch
 from ..torch_compat import cuda_get_device
+from .agree import all_gather_object
 from .algorithms.policy import agree_on_policy, use_policy
 from .arguments import invalid, parse_int, parse_rank, parse_size
 from .config import CommConfig, merge_config, order_launches, parse_config, to_nccl
-from .consensus import all_gather_object
 from .engine import Engine, resolve_device
 from .group import open_groups
 from .multinode.comm import MultiNodeComm, NoFastPath

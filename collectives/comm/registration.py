@@ -9,9 +9,9 @@ import torch
 
 from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
+from .agree import verify_same
 from .arguments import invalid
 from .closing import end_registration, refuse_in_capture
-from .consensus import verify_same
 from .group import open_groups
 from .malloc import MIN_SHARED_BYTES
 from .mem_pool import is_pooled, missing_pool_reason

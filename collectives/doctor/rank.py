@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .. import init
 from ..bench.processes import become_rank
-from ..comm.consensus import all_gather_object
+from ..comm.agree import all_gather_object
 from ..errors import InternalError
 from ..launcher import detect_launcher
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 import torch
 
+from ..comm.agree import all_gather_bytes
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_bytes
 from ..errors import InvalidUsage
 from ..rendezvous import world
 from ..secret import seal, unseal

@@ -20,8 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from ..comm.agree import all_gather_object
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..comm.liveness import has_ended, this_process
 from ..comm.waiting import format_ranks
 from ..errors import CollectivesError, CollectiveTimeout, InvalidUsage, TransportError

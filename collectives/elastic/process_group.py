@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..comm.agree import all_gather_object
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..comm.waiting import call_with_timeout, format_ranks
 from ..errors import CollectiveTimeout, InvalidUsage
 from ..rendezvous import world

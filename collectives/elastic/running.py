@@ -9,9 +9,9 @@ import gc
 import logging
 from typing import Any
 
+from ..comm.agree import all_gather_object
 from ..comm.barrier import barrier
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..comm.waiting import format_ranks
 from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidArgument, InvalidUsage, RemoteError
 from ..rendezvous import world

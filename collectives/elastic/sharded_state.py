@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..comm.consensus import all_gather_object
+from ..comm.agree import all_gather_object
 from ..comm.waiting import format_ranks
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage, MissingShards
 from ..rendezvous.control import open_control

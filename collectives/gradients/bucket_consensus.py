@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..comm.agree import all_gather_object, verify_same
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object, verify_same
 
 __all__ = ["verify_same_buckets"]
 

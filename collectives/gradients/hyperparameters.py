@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from ..comm.consensus import ComparedValue, verify_same
+from ..comm.agree import ComparedValue, verify_same
 from ..cuda_state import has_completed
 from ..errors import Mismatch
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
+from ..comm.agree import verify_same
 from ..comm.communicator import Communicator
-from ..comm.consensus import verify_same
 from ..compression import Bucket, NoCompression, Scaling
 from ..errors import InvalidArgument
 from ..optimizer_state import clip_coefficient

@@ -14,7 +14,7 @@ import weakref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm.consensus import verify_same
+from ..comm.agree import verify_same
 from ..parameter_names import ParameterNames
 
 __all__ = ["SavedBuckets"]

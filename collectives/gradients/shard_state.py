@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..comm.consensus import verify_same
+from ..comm.agree import verify_same
 from ..errors import InvalidArgument, InvalidUsage, Mismatch
 from ..optimizer_state import init_state, new_state_tensor, state_dtype
 from .shard_spec import ShardSpec, flat_view

@@ -8,8 +8,8 @@ import threading
 import torch
 import torch.distributed as dist
 
+from ..comm.agree import verify_same
 from ..comm.communicator import Communicator
-from ..comm.consensus import verify_same
 from ..comm.engine import engines
 from ..comm.malloc import keep_freed_memory
 from ..comm.multinode.topology import group_ranks_by_node

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..arrays import TORCH_NAMES
-from ..comm.consensus import ComparedValue, verify_same
+from ..comm.agree import ComparedValue, verify_same
 from ..errors import Mismatch
 from ..secret import read_secret, seal, unseal
 from ..torch_compat import tree_map
@@ -167,7 +167,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 class NegotiatedComm:
-    """A process set, with the calls of a `Communicator` that `comm.consensus` makes.
+    """A process set, with the calls of a `Communicator` that `comm.agree` makes.
 
     They are negotiated like the user's operations, in the order of the ranks' calls, because other
     threads' operations may be under way. Raises `HorovodInternalError` as these do.

@@ -1,6 +1,6 @@
 """Request exchange: gathers what all ranks have submitted, once a cycle, by an all-gather or two.
 
-It has a format of its own and not `comm.consensus`'s, since a cycle is a part of each operation: in
+It has a format of its own and not `comm.agree`'s, since a cycle is a part of each operation: in
 the steady state one number travels, that of a plan which all ranks know; else a row, with the ids
 of known requests; and requests are encoded once.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..comm.consensus import all_gather_bytes
+from ..comm.agree import all_gather_bytes
 from ..comm.engine import Engine, get_engine
 from .open import open_communicator
 from .peers import Participant, PeerInfo, Rendezvous

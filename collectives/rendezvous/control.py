@@ -6,8 +6,8 @@ import time
 
 import torch
 
+from ..comm.agree import all_gather_bytes
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_bytes
 from ..comm.engine import get_engine
 from ..comm.waiting import log_while_waiting
 from .open import open_communicator

@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..comm.agree import all_gather_object
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..comm.multinode.topology import find_own_address
 from ..comm.waiting import first_line
 from ..errors import TransportError

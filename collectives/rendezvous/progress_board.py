@@ -31,8 +31,8 @@ import struct
 import time
 from collections.abc import Callable
 
+from ..comm.agree import all_gather_object
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..comm.liveness import exit_reason, this_process
 from ..comm.waiting import RankWait
 from ..errors import TransportError

@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 import numpy
 
+from ..comm.agree import all_gather_object
 from ..comm.communicator import Communicator
-from ..comm.consensus import all_gather_object
 from ..errors import InvalidUsage, RemoteError
 from .schedule import Pass
 from .unit_registry import (

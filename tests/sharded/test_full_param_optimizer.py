@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from collectives.comm.consensus import all_gather_object
+from collectives.comm.agree import all_gather_object
 from collectives.errors import InvalidUsage, RemoteError
 from collectives.sharded import (
     CPUOffloadPolicy,

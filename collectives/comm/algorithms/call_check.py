@@ -1,7 +1,7 @@
 """Comparison of the ranks' calls at the start of a ring or direct algorithm on the host.
 
 It is a part of each call, on the call's queue: an all-gather of a few numbers, which needs none of
-`consensus`'s encoding.
+`agree`'s encoding.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import torch
 
 from ..._nccl import OPS as OP_CODES
 from ...errors import CollectivesError, InvalidArgument, InvalidUsage, Mismatch
+from ..agree import all_gather_object
 from ..arguments import parse_op
-from ..consensus import all_gather_object
 from ..group import open_groups
 from .schedule import ALGORITHMS, OPS
 from .tune_file import Choices, file_engine, read_tune_file, tables_of, tune_file

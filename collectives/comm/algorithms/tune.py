@@ -11,7 +11,7 @@ from platform import node
 import torch
 
 from ...errors import InvalidArgument, InvalidUsage
-from ..consensus import all_gather_object
+from ..agree import all_gather_object
 from .policy import Policy, best_algorithms, fit, use_policy
 from .schedule import ALGORITHMS, OPS
 from .tune_file import device_name, file_engine, tune_file, write_entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
-from ...comm.consensus import all_gather_object
+from ...comm.agree import all_gather_object
 from ...elastic import ElasticTraining
 from ...errors import Aborted, CollectiveTimeout, InvalidArgument, RemoteError
 from ..basics import World, activate, current

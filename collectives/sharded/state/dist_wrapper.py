@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from ... import errors
-from ...comm.consensus import all_gather_bytes, all_gather_object
+from ...comm.agree import all_gather_bytes, all_gather_object
 from ...errors import CollectivesError, InvalidUsage, RemoteError
 from ..scheduler import Scheduler, schedulers_in
 from .shard_tensor import ShardTensor

@@ -1,4 +1,4 @@
-"""Consensus: values that the ranks exchange outside of a step, and the check that all have the same.
+"""Agreement of the ranks: values that they exchange outside of a step, and the check that all have the same.
 
 Values travel as JSON, and bytes as they are: nothing that arrives is unpickled here. Each function
 is a collective of a `Communicator`, of any engine and over any number of nodes, and blocks, on CUDA

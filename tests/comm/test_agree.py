@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from collectives.comm import consensus
-from collectives.comm.consensus import ComparedValue, all_gather_bytes, all_gather_object, verify_same
+from collectives.comm import agree
+from collectives.comm.agree import ComparedValue, all_gather_bytes, all_gather_object, verify_same
 from collectives.errors import InvalidArgument, Mismatch, TransportError
 from tests.hosts import joined
 from tests.ranks import run_ranks
@@ -68,7 +68,7 @@ def exchange(ctx, kind):
         with pytest.raises(InvalidArgument, match="JSON"):
             all_gather_object(comm, object())
         with (
-            mock.patch.object(consensus.json, "dumps", lambda value: "[" * 20_000 if rank == size - 1 else "1"),
+            mock.patch.object(agree.json, "dumps", lambda value: "[" * 20_000 if rank == size - 1 else "1"),
             pytest.raises(TransportError, match=f"rank {size - 1} has sent can't be read") as caught,
         ):
             all_gather_object(comm, 1)
