@@ -26,14 +26,14 @@ CUDA_EXTRA := import torch; print($(CUDA_EXTRA_OF))
 REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
 
 .DELETE_ON_ERROR:
-.PHONY: demo test thorough matrix lint sanitize bench counts gpu docs wheel wheel-aarch64 mpi browser setup clean FORCE
+.PHONY: demo test thorough matrix lint sanitize bench counts gpu docs wheel wheel-aarch64 mpi setup clean FORCE
 
 demo: $(VENV)/.built
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_digits.py
 
 # --foreground: Ctrl-C reaches pytest. It gets the same signal at the end of its time, and can then end its rank processes.
 LIMITED = timeout --foreground --signal=INT --kill-after=30 $(TEST_SECONDS)
-test: lint mpi browser
+test: lint mpi
 	$(BIN)/python -m compileall -q collectives tests benchmarks examples  # else each process does it where Python writes no .pyc
 	$(LIMITED) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -132,16 +132,6 @@ mpi:
 	else echo "mpi: installing openmpi-bin and mpich"; \
 	  { timeout 120 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -qq --no-install-recommends openmpi-bin mpich; } </dev/null >$(VENV)/mpi.log 2>&1 \
 	  || echo "mpi: apt-get could not install them (see $(VENV)/mpi.log); tests that need them will be skipped"; \
-	fi
-
-# Chromium, in which a timeline's page is tested: 12 s and 350 MB. Without it those tests are skipped, so this never fails, either.
-browser:
-	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then :; \
-	elif ! command -v apt-get >/dev/null; then echo "browser: no apt-get here; tests of the timeline's page in a browser will be skipped"; \
-	elif [ "$$(id -u)" != 0 ]; then echo "browser: not root, so Chromium is not installed; tests of the timeline's page in it will be skipped"; \
-	else echo "browser: installing chromium"; \
-	  { timeout 120 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -qq --no-install-recommends chromium; } </dev/null >$(VENV)/browser.log 2>&1 \
-	  || echo "browser: apt-get could not install it (see $(VENV)/browser.log); tests of the timeline's page in it will be skipped"; \
 	fi
 
 clean:

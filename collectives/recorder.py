@@ -52,7 +52,7 @@ class Recorder:
 
     ``max_events``: further events are dropped and counted in ``dropped``. ``last_step``: the number
     of backwards after which ``on_last_step()`` is called. ``about``: facts of the run by name, such
-    as its engine, which whoever records adds for the head of a timeline's page.
+    as its engine, which whoever records adds for the head of the trace.
     """
 
     def __init__(self, max_events: int = _MAX_EVENTS, last_step: int | None = None, on_last_step=None):

@@ -133,7 +133,7 @@ def check_contents(wheel):
     others = {top for top in tops if top != PACKAGE and not re.fullmatch(rf"{PACKAGE}-[^/]*\.dist-info", top)}
     if others:
         sys.exit(f"wheel: {wheel.name} holds {sorted(others)} beside {PACKAGE}/")
-    kinds = (".py", ".pyi", ".typed", ".html", ".js", ".css")
+    kinds = (".py", ".pyi", ".typed")
     tracked = [path for path in (ROOT / PACKAGE).rglob("*") if path.suffix in kinds]
     wanted = {str(path.relative_to(ROOT)) for path in tracked}
     wanted |= {f"{PACKAGE}/_kernels_src/{path.relative_to(ROOT / 'kernels')}" for path in ROOT.glob("kernels/**/*.*")}

@@ -23,8 +23,7 @@ from collectives.comm.algorithms import tune_file
 from collectives.flight import analysis, picture, reading, report
 from collectives.sharded.state import checkpoint_reader, checkpointer, manifest
 from collectives.tracing import load as trace_load
-from collectives.tracing import page_data, summary
-from collectives.tracing import report as trace_report
+from collectives.tracing import summary
 from collectives.tracing.trace import chrome_trace_lines
 from tests.variables import variables
 
@@ -232,9 +231,8 @@ def open_trace():
 
         def read(data: bytes) -> str | None:
             path.write_bytes(data)
-            records, _ = trace_load.load_traces([path])
-            trace_report.format_report(records).encode()
-            page_data.page_data(records, 1 << 20)[0].encode()
+            records = trace_load.load_traces([path])
+            summary.format_report(records).encode()
             return None
 
         yield [own], read
@@ -261,6 +259,7 @@ TARGETS = [
     Target("tune", open_tune, [tune_file.read_tune_file, tune_file.tables_of]),
     Target(
         "trace", open_trace,
-        [trace_load.load_traces, trace_load._read, trace_load._records_of, summary.align_clocks], mutate=mutate,
+        [trace_load.load_traces, trace_load._read_records, trace_load._check_record, summary.align_clocks],
+        mutate=mutate,
     ),
 ]  # fmt: skip

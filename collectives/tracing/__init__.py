@@ -1,7 +1,7 @@
-"""Timelines: a Chrome trace, a page and a report of where the time of a step goes, on every rank.
+"""Timelines: a Chrome trace, a table and a picture of where the time of a step goes, on every rank.
 
-https://ui.perfetto.dev and chrome://tracing show the trace, any browser the page, which ``python -m
-collectives.tracing`` makes from traces. `collectives.recorder` says what is recorded.
+https://ui.perfetto.dev and chrome://tracing show the trace. ``python -m collectives.tracing`` prints
+the table and draws the picture of traces. `collectives.recorder` says what is recorded.
 """
 
 from ..recorder import Recorder, recording

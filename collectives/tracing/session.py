@@ -17,10 +17,8 @@ import torch.distributed as dist
 from ..errors import InvalidArgument, InvalidUsage
 from ..launcher import detect_launcher
 from ..recorder import Recorder, recording
-from .page import page_path, write_page
-from .report import format_report
-from .trace import chrome_trace_lines
-from .writing import write_whole
+from .summary import format_report
+from .trace import write_trace
 
 __all__ = ["Timeline", "timeline"]
 
@@ -31,10 +29,9 @@ class Timeline:
     `timeline` makes it. ``written``: the files that this rank has written, once it has ended.
     """
 
-    def __init__(self, path: Path | None, steps: int | None, html: bool, *, skip_empty: bool = False):
+    def __init__(self, path: Path | None, steps: int | None, *, skip_empty: bool = False):
         self.path = path
         self.written: list[Path] = []
-        self._html = html
         self._skip_empty = skip_empty
         self._began, self._offset = _read_clocks()
         self._rank_and_size = None
@@ -50,8 +47,7 @@ class Timeline:
         them, and all get the same report. Without it each rank writes a file of its own,
         ``trace.rank1.json``; so it does, with a warning, where the ranks' records can't be
         collected because a rank has died, and then raises that error. Blocks until the GPU has done
-        what was recorded. Raises the ``OSError`` of a trace that can't be written; a page that
-        can't is a warning.
+        what was recorded. Raises the ``OSError`` of a trace that can't be written.
         """
         return self._end(collective=True)
 
@@ -163,49 +159,33 @@ class Timeline:
     def _write(self, records: list[dict], path: Path | None) -> None:
         if path is None:
             return
-        write_whole(path, chrome_trace_lines(records))
+        write_trace(path, records)
         self.written.append(path)
-        if not self._html:
-            return
-        try:
-            write_page(page_path(path), records)
-            self.written.append(page_path(path))
-        except Exception as error:  # the trace is there
-            warnings.warn(
-                f"the page of the timeline can't be written ({type(error).__name__}: {error}); the trace is in {path}, "
-                "from which `python -m collectives.tracing` makes the page",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
 
 _current: Timeline | None = None
 
 
-def timeline(path=None, *, steps: int | None = None, html: bool = True) -> Timeline:
-    """Record what communication does, and write a Chrome trace to `path` and a page beside it.
+def timeline(path=None, *, steps: int | None = None) -> Timeline:
+    """Record what communication does, and write a Chrome trace to `path`.
 
-    `path` None: it makes only the report. The page, ``trace.html`` for ``trace.json``, shows
-    ranks, buckets, waits and exposed communication in any browser, with no network;
-    ``html=False`` leaves it out, and ``python -m collectives.tracing trace.json`` makes it
-    later, also of the files of several ranks. Starts at once and returns a `Timeline`: a
-    context manager, or ``.stop()`` ends it. With `steps` it ends by itself after that many
-    backwards. Start and end it on all ranks: its end is a collective call. A timeline that
-    wasn't stopped is written at the interpreter's exit, by each rank for itself; so is the one
-    that COLLECTIVES_TIMELINE=path starts at import. A rank holds at most 1,000,000 events;
-    files and report say how many were dropped. The ranks of one node share a clock. The clocks
-    of several nodes are aligned by their wall clocks, with the error of these. Raises
-    `InvalidUsage` while another timeline records, `InvalidArgument` for a path in a folder that
-    doesn't exist.
+    `path` None: it makes only the report. https://ui.perfetto.dev shows the trace, and
+    ``python -m collectives.tracing trace.json -o trace.png`` draws ranks, buckets, waits and exposed
+    communication. Starts at once and returns a `Timeline`: a context manager, or ``.stop()`` ends
+    it. With `steps` it ends by itself after that many backwards. Start and end it on all ranks:
+    its end is a collective call. A timeline that wasn't stopped is written at the interpreter's
+    exit, by each rank for itself; so is the one that COLLECTIVES_TIMELINE=path starts at import. A
+    rank holds at most 1,000,000 events; the trace and the report say how many were dropped. The
+    ranks of one node share a clock. The clocks of several nodes are aligned by their wall clocks,
+    with the error of these. Raises `InvalidUsage` while another timeline records,
+    `InvalidArgument` for a path in a folder that doesn't exist.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise InvalidArgument(f"steps must be an int from 1 up, or None for no limit, not {steps!r}")
-    if not isinstance(html, bool):
-        raise InvalidArgument(f"html must be True or False, not {html!r}: the page's name is the trace's")
-    return _start(path, steps, html)
+    return _start(path, steps)
 
 
-def _start(path, steps, html=True, **options) -> Timeline:
+def _start(path, steps, **options) -> Timeline:
     global _current
     if path is not None:
         try:
@@ -216,7 +196,7 @@ def _start(path, steps, html=True, **options) -> Timeline:
             raise InvalidArgument(f"no file can be written at {path}: give a name in a folder that is there")
     if _current is not None:
         raise InvalidUsage("another timeline is recording: stop() it first")
-    _current = Timeline(path, steps, html, **options)
+    _current = Timeline(path, steps, **options)
     recording.active = _current._recorder
     return _current
 
@@ -225,7 +205,7 @@ def _start(path, steps, html=True, **options) -> Timeline:
 
 
 def _describe_program() -> dict[str, str]:
-    """Return the facts for the head of the page. No arguments: these may hold secrets."""
+    """Return the facts for the head of the trace. No arguments: these may hold secrets."""
     found = {
         "program": Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "interactive",
         "collectives": getattr(sys.modules["collectives"], "__version__", "unknown"),

@@ -1,81 +1,46 @@
-"""Numbers of a timeline: times of a step, their exposed part, and who waited for whom.
+"""Numbers of a timeline: times of a step, their exposed part, and which ranks come last; the table
+that shows them.
 
-The report and the page both take them from here.
+A rank's record is a dict: ``rank``, ``size`` (ranks of the job), ``host``, ``node`` (the kernel's
+boot id), ``offset`` (by how much the wall clock is ahead), ``began`` and ``ended``, ``events`` and
+``marks`` as `collectives.recorder.Recorder` has them, ``dropped``, ``about``. Times are in ns of the
+rank's monotonic clock.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 
 __all__ = [
-    "BUS_FACTORS",
     "EXPOSED",
-    "RankSummary",
-    "Summary",
     "align_clocks",
+    "describe_missing_ranks",
     "exposed_intervals",
-    "is_communication",
+    "format_report",
+    "last_starts",
     "match_collectives",
-    "overlap_ns",
-    "payload_of",
-    "summarize",
 ]
 
 EXPOSED = ("hook", "wait")  # rows of the time for which communication blocks the backward's thread
 _COLLECTIVES = frozenset(
     "all_reduce reduce_scatter all_gather all_to_all broadcast reduce gather scatter send recv barrier".split()
 )
-# From size / time to the bandwidth of the links, for n ranks: nccl-tests' factors.
-BUS_FACTORS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"), lambda n: (n - 1) / n),
-    **dict.fromkeys(("broadcast", "reduce", "send", "recv"), lambda n: 1.0),
-}
 
 
 @dataclass(frozen=True)
-class RankSummary:
-    """What one rank did. Times are means over its steps, in ns; None: there is nothing to tell.
+class _RankTimes:
+    """Means over one rank's steps, in ns.
 
     ``communication``: some stream was in a collective. ``exposed``: communication blocked the
-    backward's thread. ``overlapped``: the share of ``communication`` in which it did not.
-    ``came_last``: of the collectives that all ranks recorded, those to which this rank came last.
-    ``waited``: mean time of such a collective for which this rank waited for the last one.
-    ``sent``: bytes a step. ``busbw``: bytes/s while in a collective, waits for other ranks included.
+    backward's thread.
     """
 
-    rank: int
-    host: str
     steps: int
     step: float
     communication: float
     exposed: float
-    overlapped: float | None
-    came_last: int | None
-    waited: float | None
-    sent: float
-    busbw: float | None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """``ranks``: in the records' order. ``everywhere``: the number of collectives that all ranks
-    recorded; ``elsewhere``: of those that only some did. ``remarks``: sentences on what is missing
-    or inexact.
-    """
-
-    ranks: list[RankSummary]
-    everywhere: int
-    elsewhere: int
-    remarks: list[str]
-
-    def slowest_first(self) -> list[RankSummary]:
-        """Return the ranks, those that waited least for others first."""
-        return sorted(self.ranks, key=lambda each: (each.waited or 0.0, -each.step))
 
 
 def align_clocks(records: list[dict]) -> list[tuple[dict, int]]:
@@ -87,26 +52,75 @@ def align_clocks(records: list[dict]) -> list[tuple[dict, int]]:
     return [(record, offsets[record["node"]] - base) for record in records]
 
 
-def is_communication(event: tuple) -> bool:
-    """Whether an event is a collective on a communication stream."""
+def exposed_intervals(record: dict) -> list[tuple[int, int]]:
+    """Return the times for which communication blocks the backward's thread, as (start, end)."""
+    return _merge_intervals(event for event in record["events"] if event[0] in EXPOSED)
+
+
+def match_collectives(record: dict) -> dict[tuple, tuple]:
+    """Return a rank's collectives by a key that is the same on all ranks.
+
+    The key is the number of the backward, the row, the name, and how many of these came before.
+    """
+    found, count = {}, defaultdict(int)
+    for event in sorted(filter(_is_collective, record["events"]), key=lambda event: (event[2], event[0])):
+        step = event[4].get("step", bisect.bisect_left(record["marks"], event[2]))
+        key = (step, event[0], event[1])
+        found[(*key, count[key])] = event
+        count[key] += 1
+    return found
+
+
+def last_starts(records: list[dict]) -> dict[tuple, int]:
+    """Return when the last rank started each collective that all ranks recorded, by its key.
+
+    Times are of the first record's clock. Empty for one record.
+    """
+    if len(records) < 2:
+        return {}
+    starts = [
+        {key: event[2] + shift for key, event in match_collectives(record).items()}
+        for record, shift in align_clocks(records)
+    ]
+    return {key: max(found[key] for found in starts) for key in set.intersection(*map(set, starts))}
+
+
+def format_report(records: list[dict]) -> str:
+    """Return the table of all ranks' records, a line per rank, the slowest first; then remarks."""
+    last = last_starts(records)
+    rows, elsewhere = [], set()
+    for record, shift in align_clocks(records):
+        starts = {key: event[2] + shift for key, event in match_collectives(record).items()}
+        waits = [last[key] - starts[key] for key in last]
+        rows.append((sum(waits) / len(last) if last else 0.0, waits.count(0), record["rank"], _times_of(record)))
+        elsewhere.update(starts.keys() - last.keys())
+    lines = [["rank", "steps", "step ms", "communication ms", "exposed ms", "exposed", "last to come", "waits ms"]]
+    for waited, came_last, rank, each in sorted(rows, key=lambda row: (row[0], -row[3].step)):
+        times = [f"{ns / 1e6:.3f}" for ns in (each.step, each.communication, each.exposed)]
+        share = f"{each.exposed / each.step:.1%}" if each.step else "-"
+        compared = [f"{came_last} of {len(last)}", f"{waited / 1e6:.3f}"] if last else ["-", "-"]
+        lines.append([str(rank), str(each.steps), *times, share, *compared])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([*text, *_remarks(records, len(elsewhere))])
+
+
+def describe_missing_ranks(records: list[dict]) -> str | None:
+    """Return which of the job's ranks have no record here; None where all have one."""
+    present, size = {record["rank"] for record in records}, records[0]["size"]
+    missing = [str(rank) for rank in range(size) if rank not in present]
+    if not missing:
+        return None
+    listed = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+    return f"Ranks recorded here: {len(present)} of {size}. Missing: {listed}."
+
+
+def _is_collective(event: tuple) -> bool:
+    """Return whether an event is a collective on a communication stream."""
     return event[0].startswith("lane") and event[1].partition(" ")[0] in _COLLECTIVES
 
 
-@functools.lru_cache(maxsize=4096)
-def payload_of(name: str, ranks: int) -> tuple[str, int | None, float | None]:
-    """Return the collective of an event's name, its size in bytes, and the factor to busbw.
-
-    "reduce_scatter 64 B, step, all_gather" is two collectives of 64 bytes each.
-    """
-    op, _, rest = name.partition(" ")
-    size = re.match(r"(\d+) B\b", rest)
-    if op not in BUS_FACTORS or size is None:
-        return op, None, None
-    ops = [op, *(word for word in re.findall(r"\w+", rest) if word in BUS_FACTORS)]
-    return op, int(size[1]), sum(BUS_FACTORS[each](ranks) for each in ops)
-
-
-def merge_intervals(events) -> list[tuple[int, int]]:
+def _merge_intervals(events) -> list[tuple[int, int]]:
     """Return the times in which at least one event was running, as (start, end) in order."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted((event[2], event[3]) for event in events):
@@ -117,83 +131,22 @@ def merge_intervals(events) -> list[tuple[int, int]]:
     return merged
 
 
-def exposed_intervals(record: dict) -> list[tuple[int, int]]:
-    """Return the times for which communication blocks the backward's thread."""
-    return merge_intervals(event for event in record["events"] if event[0] in EXPOSED)
-
-
-def overlap_ns(merged: list[tuple[int, int]], first: int, last: int) -> int:
-    """Return how much of the time from `first` to `last` is in `merged`, in ns."""
-    total, place = 0, max(bisect.bisect_left(merged, (first,)) - 1, 0)
-    while place < len(merged) and merged[place][0] < last:
-        start, end = merged[place]
-        total += max(min(end, last) - max(start, first), 0)
-        place += 1
-    return total
-
-
-def match_collectives(record: dict) -> dict[tuple, tuple]:
-    """Return a rank's collectives by a key that is the same on all ranks, in the order of their
-    starts: the number of the backward, the row, the name, and how many of these came before.
-    """
-    found, count = {}, defaultdict(int)
-    for event in sorted(filter(is_communication, record["events"]), key=lambda event: (event[2], event[0])):
-        step = event[4].get("step", bisect.bisect_left(record["marks"], event[2]))
-        key = (step, event[0], event[1])
-        found[(*key, count[key])] = event
-        count[key] += 1
-    return found
-
-
-def summarize(records: list[dict]) -> Summary:
-    """Return the numbers of all ranks' records."""
-    arrivals = [
-        {key: event[2] + shift for key, event in match_collectives(record).items()}
-        for record, shift in align_clocks(records)
-    ]
-    everywhere = set.intersection(*map(set, arrivals)) if len(records) > 1 else set()
-    elsewhere = len(set.union(*map(set, arrivals))) - len(everywhere) if len(records) > 1 else 0
-    came_last, waited = [0] * len(records), [0] * len(records)
-    for key in everywhere:
-        times = [found[key] for found in arrivals]
-        came_last[times.index(max(times))] += 1
-        for place, when in enumerate(times):
-            waited[place] += max(times) - when
-    ranks = []
-    for place, record in enumerate(records):
-        compared = {"came_last": None, "waited": None}
-        if everywhere:
-            compared = {"came_last": came_last[place], "waited": waited[place] / len(everywhere)}
-        ranks.append(RankSummary(**_times_of(record), **compared))
-    return Summary(ranks, len(everywhere), elsewhere, list(_remarks(records, elsewhere)))
-
-
-def _times_of(record: dict) -> dict:
-    """Return what a rank's record alone tells, over the time between its first and last mark."""
+def _times_of(record: dict) -> _RankTimes:
+    """Return a rank's means over the time between its first and its last mark."""
     first, last, marks = record["began"], record["ended"], record["marks"]
     if marks:
         first, last = (marks[0], marks[-1]) if len(marks) > 1 else (record["began"], marks[0])
     steps = max(len(marks) - 1, 1)
-    sending = [event for event in record["events"] if is_communication(event)]
-    communication, exposed = merge_intervals(sending), exposed_intervals(record)
-    busy, blocked = overlap_ns(communication, first, last), overlap_ns(exposed, first, last)
-    both = sum(overlap_ns(exposed, max(start, first), min(end, last)) for start, end in communication)
-    sent, on_bus, lasted = 0, 0.0, 0
-    for _, name, start, end, details in sending:
-        if first <= start < last:
-            sent += details.get("bytes", 0)
-            _, size, factor = payload_of(name, record["size"])
-            if size is not None:
-                on_bus, lasted = on_bus + size * factor, lasted + end - start
-    return {
-        "rank": record["rank"], "host": record["host"], "steps": len(marks), "step": (last - first) / steps,
-        "communication": busy / steps, "exposed": blocked / steps, "overlapped": 1 - both / busy if busy else None,
-        "sent": sent / steps, "busbw": on_bus / lasted * 1e9 if lasted else None,
-    }  # fmt: skip
+
+    def mean(intervals) -> float:
+        return sum(max(min(end, last) - max(start, first), 0) for start, end in intervals) / steps
+
+    communication = _merge_intervals(filter(_is_collective, record["events"]))
+    return _RankTimes(len(marks), (last - first) / steps, mean(communication), mean(exposed_intervals(record)))
 
 
 def _remarks(records: list[dict], elsewhere: int):
-    if elsewhere:
+    if elsewhere and len(records) > 1:
         yield f"{elsewhere} collectives weren't recorded by all ranks, and don't count for who came last."
     for record in records:
         if record["dropped"]:

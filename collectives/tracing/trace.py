@@ -5,12 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections import defaultdict
+from pathlib import Path
 
 from .summary import EXPOSED, align_clocks
 
-__all__ = ["chrome_trace_lines", "json_args", "row_order", "split_tracks"]
+__all__ = ["chrome_trace_lines", "row_order", "split_tracks", "write_trace"]
+
+
+def write_trace(path: Path, records: list[dict]) -> None:
+    """Write the trace of all ranks' records: the file is there as a whole or not at all.
+
+    Raises the ``OSError`` of a file that can't be written.
+    """
+    # A name of this process in the same folder, so that the rename replaces the file atomically.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(chrome_trace_lines(records))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def chrome_trace_lines(records: list[dict]):
@@ -58,10 +76,11 @@ def _rank_events(record: dict, zero: int):
             yield about("thread_sort_index", tid, sort_index=tid)
             for _, name, start, end, args in events:
                 times = {"ts": (start - zero) / 1000, "dur": (end - start) / 1000}
-                yield {"name": name, "ph": "X", "pid": rank, "tid": tid, **times, "args": json_args(args)}
+                yield {"name": name, "cat": row, "ph": "X", "pid": rank, "tid": tid, **times, "args": _json_args(args)}
 
 
 def row_order(row: str):
+    """Return the sort key of a row: the program's rows first, then by name and number."""
     known = ("steps", "backward", *EXPOSED)
     numbers = [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,18})", row)]
     return (known.index(row) if row in known else len(known), numbers)
@@ -87,6 +106,6 @@ def split_tracks(events: list[tuple]) -> list[list[tuple]]:
     return [placed for placed, _ in tracks]
 
 
-def json_args(args: dict) -> dict:
+def _json_args(args: dict) -> dict:
     """Return the arguments with infinities and NaN as strings, because JSON has no such numbers."""
     return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in args.items()}

@@ -20,7 +20,7 @@ from collectives import timeline as start
 from collectives.errors import InvalidArgument, InvalidUsage
 from collectives.recorder import Recorder, recording
 from collectives.tracing import session
-from collectives.tracing.report import format_report
+from collectives.tracing.summary import format_report
 from collectives.tracing.trace import chrome_trace_lines
 from tests.ddp.training import over_gloo
 from tests.ranks import run_ranks
@@ -146,7 +146,7 @@ def test_the_trace(tmp_path):
     assert found[0, "lane 10"][0]["args"] == {"bucket": 2, "norm": "inf", "shape": [2, 3]}
     assert found[0, "steps"][0]["name"] == "step 1"
     assert line.stop() == line.report() and "rank" in line.report()
-    assert sorted(os.listdir(tmp_path)) == ["trace.html", "trace.json"]
+    assert sorted(os.listdir(tmp_path)) == ["trace.json"]
 
 
 def test_steps_end_it_and_events_have_a_limit(tmp_path):
@@ -275,8 +275,7 @@ def test_ranks_end_it_together(tmp_path):
     folder = tmp_path / "traces"
     folder.mkdir()
     names, _ = run_ranks(and_then_alone, 2, str(tmp_path / "store"), str(folder))
-    traces = ["failed.rank1.json", "later.rank0.json", "later.rank1.json", "trace.json"]
-    assert names == sorted([*traces, *(name.replace("json", "html") for name in traces)])
+    assert names == ["failed.rank1.json", "later.rank0.json", "later.rank1.json", "trace.json"]
     (process,) = {e["pid"] for e in json.loads((folder / "later.rank1.json").read_text())["traceEvents"]}
     assert process == 1
 
@@ -305,11 +304,11 @@ def test_the_environment_and_the_end_of_the_interpreter(tmp_path):
         text=True,
     )  # fmt: skip
     trace = tmp_path / "t.rank1.json"
-    assert done.stderr == f"collectives.timeline: {trace} and {trace.with_suffix('.html')}\n"
-    assert sorted(os.listdir(tmp_path)) == ["t.rank1.html", "t.rank1.json"]
+    assert done.stderr == f"collectives.timeline: {trace}\n"
+    assert sorted(os.listdir(tmp_path)) == ["t.rank1.json"]
     trace = json.loads((tmp_path / "t.rank1.json").read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {1}
     # A launcher has the variable, too, but nothing to write.
     session._start(tmp_path / "none.json", None, skip_empty=True)
     session._at_exit()
-    assert recording.active is None and len(os.listdir(tmp_path)) == 2
+    assert recording.active is None and len(os.listdir(tmp_path)) == 1
