@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from benchmarks.scaling.__main__ import main as predict
 from collectives.bench.__main__ import main
 from collectives.bench.options import UsageError, parse
 from collectives.bench.report import Report, print_ratios, write_csv, write_json
@@ -179,14 +178,6 @@ def test_wide_numbers_stay_apart():
     report = Report(parse(["--sizes", "1G"]), 2, "host", io.StringIO())
     wide = row(1 << 30, 123456789.0, algbw_gbs=0.01, busbw_gbs=12345.67, wrong=536870912)
     assert report._place(wide).split() == ["123456789", "0.01", "12345.67", "536870912"]
-
-
-@pytest.mark.parametrize(
-    "words", ["--ranks 12", "--ranks x", "--sizes x", "--measured /nowhere", "--ranks 8 --sizes 1K --json /nowhere/x"]
-)
-def test_what_the_predictions_refuse_is_one_line(capsys, words):
-    assert predict(words.split()) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_simulate_names_its_program_in_one_line(alone, capsys):
