@@ -472,7 +472,7 @@ def smoke(ctx):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_64_ranks():
     assert run_ranks(smoke, 64, timeout=150, fresh=True, env=environment("host")) == [True] * 64
 
