@@ -191,7 +191,7 @@ def ended_by_another_thread(ctx, how, delay):
 
 
 @pytest.mark.parametrize("how", ["abort", "revoke"])
-@pytest.mark.parametrize("delay", [0.0, 0.001, 0.05])
+@pytest.mark.parametrize("delay", [0.0, 0.05])
 def test_ended_while_a_thread_makes_small_calls(how, delay):
     for _ in range(3):
         (first,), *others = run_ranks(ended_by_another_thread, 3, how, delay)

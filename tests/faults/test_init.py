@@ -37,7 +37,7 @@ def missing_rank(ctx, missing):
     return result
 
 
-@pytest.mark.parametrize(("n", "missing"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("n", "missing"), [(2, 0), (4, 2)])
 def test_a_rank_that_never_comes(n, missing):
     """Whoever is missing is named by everybody; without rank 0 nobody knows more than that rank 0 has not come."""
     from collectives.errors import CollectiveTimeout
