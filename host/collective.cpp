@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "collective.h"
+#include "coll/mutant.h"
 #include "kernels.h"
 #include "system.h"
 
@@ -161,7 +162,7 @@ bool Collective::all_at(std::atomic<uint64_t> RankBlock::*counter, uint64_t valu
 // before.
 bool Collective::slot_free(uint64_t absolute) {
   ncclComm& c = comm();
-  if (absolute < kSlots + c.all_consumed) return true;
+  if (absolute < COLL_MUTANT(20, kSlots, kSlots + 1) + c.all_consumed) return true;
   if (!all_at(&RankBlock::consumed, absolute - kSlots + 1)) return false;
   c.all_consumed = absolute - kSlots + 1;
   return true;
@@ -169,7 +170,7 @@ bool Collective::slot_free(uint64_t absolute) {
 
 bool Collective::sources_ready(uint64_t round) {
   ncclComm& c = comm();
-  uint64_t value = base + round + 1;
+  uint64_t value = base + round + COLL_MUTANT(21, 1, 0);
   bool from_root = op.kind == CollKind::Broadcast || op.kind == CollKind::Scatter;
   bool to_root = op.kind == CollKind::Reduce || op.kind == CollKind::Gather;
   if (round == 0 || !(from_root || to_root)) {
@@ -196,7 +197,7 @@ bool Collective::same_calls() const {
 
 void Collective::check_calls() {
   checked = true;
-  if (same_calls()) choose_path();
+  if (COLL_MUTANT(22, same_calls(), true)) choose_path();
   else describe_mismatch();
 }
 

@@ -1,6 +1,7 @@
 // The order of the operations on a communicator.
 #include "order.h"
 
+#include "coll/mutant.h"
 #include "system.h"
 
 namespace coll {
@@ -22,7 +23,7 @@ struct Waiter {
 
 Error wait_turn(ncclComm* comm, uint64_t ticket, bool* stop) {
   std::unique_lock<std::mutex> hold(comm->turn_lock);
-  auto is_next = [&] { return comm->turn == ticket && !short_call_runs(comm); };
+  auto is_next = [&] { return COLL_MUTANT(23, comm->turn == ticket, true) && !short_call_runs(comm); };
   // A revoked communicator still splits, in its turn: a short call ends first, as it does at once.
   auto over = [&] { return is_next() || comm->abort_flag || (comm->revoke_flag && comm->turn != ticket); };
   if (!over()) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "progress.h"
+#include "coll/mutant.h"
 #include "order.h"
 #include "peers.h"
 #include "system.h"
@@ -263,7 +264,7 @@ struct Run {
       // In this order: a rank that has noticed a peer's end then reads all that the peer has
       // written.
       std::vector<int> lost = failed_peers(c, thoroughly);
-      if (!lost.empty() && !advance() && waits_for(lost)) fail(remote_error(c, lost, missing()));
+      if (!lost.empty() && !advance() && COLL_MUTANT(24, waits_for(lost), false)) fail(remote_error(c, lost, missing()));
     }
     if (finished || !thoroughly) return;
     int apart = in_a_split();
@@ -274,7 +275,7 @@ struct Run {
     } else if (finished) {
       return;
     }
-    if (limit > 0 && now - since > limit) {
+    if (limit > 0 && COLL_MUTANT(25, now - since > limit, false)) {
       std::vector<int> ranks = missing();
       fail(timeout_error(c, format("no end after the timeout of %.1f s; waiting for %s", static_cast<double>(limit) / 1e9, rank_list(ranks).c_str()),
                          ranks));

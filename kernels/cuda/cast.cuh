@@ -12,7 +12,7 @@
 template <class S, class A>
 static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const char* from, int first, int count, A scale) {
   const S* src = (const S*)from;
-  if ((uint64_t)src % sizeof(coll_pack_of<S>) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count) {
+  if (COLL_MUTANT(4, (uint64_t)src % sizeof(coll_pack_of<S>), 0) == 0 && first + (COLL_ROWS - 1) * COLL_LANES + COLL_PACK <= count) {
     coll_pack_of<S> packs[COLL_ROWS];
     COLL_UNROLL
     for (int row = 0; row < COLL_ROWS; ++row) packs[row] = *(const coll_pack_of<S>*)(src + first + row * COLL_LANES);
@@ -28,7 +28,7 @@ static __device__ __forceinline__ void load_column(A (*values)[COLL_PACK], const
     COLL_UNROLL
     for (int j = 0; j < COLL_PACK; ++j) {
       int i = first + row * COLL_LANES + j;
-      values[row][j] = 0;  // behind the end: not 0 times the scale, which may be infinite
+      values[row][j] = COLL_MUTANT(5, 0, scale);  // behind the end: not 0 times the scale, which may be infinite
       if (i < count) values[row][j] = (A)coll_element<S>::load(src[i]) * scale;
     }
   }

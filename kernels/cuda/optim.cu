@@ -77,7 +77,7 @@ static __device__ __forceinline__ void store_param(const float (&p)[4], const co
   if (row.master) store_pack((float*)row.master + i, p, n);
   if (row.param_type == COLL_BF16) {
     coll_bf16* to = (coll_bf16*)row.param + i;
-    if (flags & COLL_STOCHASTIC) store_at_random(to, p, n, seed, (uint64_t)(row.position + i));
+    if (flags & COLL_STOCHASTIC) store_at_random(to, p, n, seed, (uint64_t)COLL_MUTANT(19, row.position + i, i));
     else store_pack(to, p, n);
   } else if (row.param_type == COLL_F16) {
     store_pack((coll_fp16*)row.param + i, p, n);

@@ -52,7 +52,7 @@ static __device__ __forceinline__ float scale_of_lane(int32_t amax, int block, f
   COLL_UNROLL
   for (int by = 1; by < COLL_STRIP_ROWS; by *= 2) {
     int32_t other = __shfl_xor_sync(0xffffffffu, amax, by);
-    amax = block > by * COLL_STRIP_ROW && other > amax ? other : amax;
+    amax = COLL_MUTANT(16, block > by * COLL_STRIP_ROW, true) && other > amax ? other : amax;
   }
   return coll_scale_part(amax, limit, threadIdx.x & COLL_STRIP_ROWS);
 }
@@ -123,7 +123,7 @@ static __device__ __forceinline__ void store_words(const coll_encoder& to, const
   }
   COLL_UNROLL
   for (int j = 0; j < COLL_PACK; ++j) {
-    if (j < live) wire[j] = element_of<E>::from(words.at, j);
+    if (COLL_MUTANT(15, j < live, j <= live)) wire[j] = element_of<E>::from(words.at, j);
   }
 }
 

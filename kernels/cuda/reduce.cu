@@ -79,7 +79,7 @@ static __device__ __forceinline__ void gather_rows(const coll_reduce_args& a, A 
   COLL_KEEP_LOOP
   for (int64_t k = 0; k < a.n; k += 2) {
     reduce_pack<S, kPack> even[kRows], odd[kRows];
-    bool both = k + 1 < a.n;
+    bool both = COLL_MUTANT(10, k + 1 < a.n, k + 2 < a.n);
     const S* one = (const S*)a.sources[k] + first;
     const S* other = (const S*)a.sources[both ? k + 1 : k] + first;
     load_rows<S, kRows, kPack>(even, one, i, count);

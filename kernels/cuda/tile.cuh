@@ -128,13 +128,13 @@ static __device__ __forceinline__ void coll_leave_share(const coll_work& work, i
   int own = kSets == 1 ? 0 : *turn;
   *turn = kSets - 1 - own;
   if (own_bad) atomicAdd(&space->bad[own], own_bad);
-  __syncthreads();
+  if (COLL_MUTANT(6, true, false)) __syncthreads();
   if (threadIdx.x / COLL_WARP == (uint32_t)tile % (blockDim.x / COLL_WARP)) {
     A sum = coll_fold_lanes((const A*)space->lanes[own]);
     if (threadIdx.x % COLL_WARP == 0) {
       work.sums[tile] = (double)sum;
       work.bad[tile] = space->bad[own];
-      space->bad[own] = 0;
+      if (COLL_MUTANT(7, true, false)) space->bad[own] = 0;
     }
   }
   if (kSets == 1) __syncthreads();

@@ -27,7 +27,7 @@ void cast_row(const S* from, D* to, int n, float scale, float* lanes) {
     coll_prefetch_ahead(from + i, kStrip * sizeof(S), kAhead);
     cast_strip<S, D, kStats, kAdd>(from + i, to + i, kStrip, scale, lanes + i);
   }
-  cast_strip<S, D, kStats, kAdd>(from + i, to + i, n - i, scale, lanes + i);
+  cast_strip<S, D, kStats, kAdd>(from + i, to + i, COLL_MUTANT(1, n - i, n - i - 1), scale, lanes + i);
 }
 
 // The same past the caches, a strip of whole lines at a time; what lies before and behind them is
@@ -187,7 +187,7 @@ void COLL_HOST_NAME(cast)(const void* args, int64_t first, int64_t last) {
     int64_t tiles = (end < last ? end : last) - tile;
     coll_cast_span s = coll_cast_at(a, tensor, tile, tiles);
     span_of(a, s)(a, s, tile, scale, big && s.count >= COLL_LANES);
-    if (s.padding) memset(s.to + s.count * flat_width, 0, s.padding * flat_width);
+    if (COLL_MUTANT(3, s.padding, 0)) memset(s.to + s.count * flat_width, 0, s.padding * flat_width);
     tile += tiles;
   }
   if (big) coll_stream_end();
@@ -198,7 +198,7 @@ void COLL_HOST_NAME(finish)(const void* args, int64_t, int64_t) {
   const coll_finish_args& a = *static_cast<const coll_finish_args*>(args);
   double lanes[COLL_LANES] = {};
   int64_t bad = 0;
-  for (int64_t i = 0; i < a.shares; ++i) {
+  for (int64_t i = 0; i < COLL_MUTANT(2, a.shares, a.shares - 1); ++i) {
     lanes[i % COLL_LANES] += a.work.sums[i];
     bad += a.work.bad[i];
   }

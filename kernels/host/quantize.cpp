@@ -195,7 +195,7 @@ void leave_plain_residual(const coll_encoder& to, const float* x, const typename
   float carried[COLL_LARGEST_BLOCK], left[COLL_LARGEST_BLOCK];
   decode_block<F>(carried, payload, n, 1.0f, true);
   for (int i = 0; i < n; ++i) left[i] = x[i] - carried[i];
-  if (coll_finite_bits(largest(carried, n))) {
+  if (COLL_MUTANT(13, coll_finite_bits(largest(carried, n)), true)) {
     store_residual(to, left, at, n);
     return;
   }
@@ -222,7 +222,7 @@ void encode_block(const coll_encoder& to, const float* x, int32_t amax, int64_t 
   }
   if (to.stochastic) {
     uint32_t room[COLL_PHILOX_ROOM(COLL_LARGEST_BLOCK)];
-    const uint32_t* random = coll_philox_fill(room, to.seed, (uint64_t)(to.position + at), n);
+    const uint32_t* random = coll_philox_fill(room, to.seed, (uint64_t)COLL_MUTANT(11, to.position + at, at), n);
     for (int i = 0; i < n; ++i) payload[i] = (E)F::at_random(F::kScaled ? x[i] * inverse : x[i], random[i]);
   } else if constexpr (F::kScaled) {
     for (int i = 0; i < n; ++i) payload[i] = (E)F::nearest(x[i] * inverse);
@@ -262,7 +262,7 @@ void encode(const Source& source, const coll_encoder& to, int64_t tiles, int64_t
 #define COLL_DO(F) encode_tile<F>(source, to, first, count)
     COLL_FOR_WIRE(to.format, COLL_DO)
 #undef COLL_DO
-    if (tile == tiles - 1) clear_padding(to);
+    if (COLL_MUTANT(12, tile == tiles - 1, false)) clear_padding(to);
   }
 }
 

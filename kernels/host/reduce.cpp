@@ -115,7 +115,7 @@ void gather(A* values, const Job& job, int64_t at, int len) {
   if (k == 4) gather_some<S, A, Op, 4, true>(values, job, 0, at, len);
   else if (k == 2) gather_some<S, A, Op, 2, true>(values, job, 0, at, len);
   else gather_some<S, A, Op, 1, true>(values, job, 0, at, len);
-  for (; k + 4 <= n; k += 4) gather_some<S, A, Op, 4, false>(values, job, k, at, len);
+  for (; COLL_MUTANT(8, k + 4 <= n, k + 4 < n); k += 4) gather_some<S, A, Op, 4, false>(values, job, k, at, len);
   if (k + 2 <= n) gather_some<S, A, Op, 2, false>(values, job, k, at, len), k += 2;
   if (k < n) gather_some<S, A, Op, 1, false>(values, job, k, at, len);
 }
@@ -195,7 +195,7 @@ store_fn<A> store_of(int type) {
 // be `out`.
 bool gathers_in_place(const Job& job) {
   for (int64_t k = job.scalars ? 1 : first_together(job.n); k < job.n; ++k) {
-    if (job.sources[k] == job.out) return false;
+    if (job.sources[k] == job.out) return COLL_MUTANT(9, false, true);
   }
   return true;
 }

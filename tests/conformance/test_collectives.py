@@ -71,7 +71,6 @@ def matrix(ctx, collective):
     return run_cases(ctx, all_cases(ctx, collective))
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("engine", "n"), WORLDS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_matrix(collective, engine, n):

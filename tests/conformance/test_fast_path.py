@@ -42,12 +42,12 @@ def on_every_path(ctx, dtypes, ops):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.sampled(one_in=4))])
+@pytest.mark.parametrize("n", [2, 3])
 def test_the_sums_of_both_paths(n):
     check(on_every_path, "host", n, ("float32", "bfloat16"), ("sum", "avg"), chunk=None)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 def test_all_dtypes_on_both_paths():
     check(on_every_path, "host", 2, tuple(DTYPES), ("sum", "prod", "max", "avg"), chunk=None)
 
@@ -191,7 +191,7 @@ def ended_by_another_thread(ctx, how, delay):
 
 
 @pytest.mark.parametrize("how", ["abort", "revoke"])
-@pytest.mark.parametrize("delay", [0.0, 0.001, 0.05])
+@pytest.mark.parametrize("delay", [0.0, 0.05])
 def test_ended_while_a_thread_makes_small_calls(how, delay):
     for _ in range(3):
         (first,), *others = run_ranks(ended_by_another_thread, 3, how, delay)

@@ -167,7 +167,7 @@ def bad_call_inside(ctx):
     return found + run_cases(ctx, [Case("all_reduce", "float32", 10)])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_bad_call_inside(n):
     check(bad_call_inside, "host", n)
 
@@ -272,7 +272,7 @@ def all_in_one_process(ctx, n, seed):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 16])
+@pytest.mark.parametrize("n", [1, 2, 16])
 def test_all_ranks_in_one_process_and_thread(n):
     (found,) = run_ranks(all_in_one_process, 1, n, 3, timeout=60, env={"COLLECTIVES_HOST_CHUNK": "4096"})
     assert not found, "\n".join(found)

@@ -65,7 +65,7 @@ def wrong_arguments(ctx):
     return found + run_cases(ctx, [Case("all_reduce", "float32", 10)])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_wrong_arguments(n):
     check(wrong_arguments, "host", n)
 

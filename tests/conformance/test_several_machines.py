@@ -299,7 +299,6 @@ def failing(ctx):
     return told
 
 
-@pytest.mark.sampled(one_in=3)
 def test_errors():
     *results, died = run_ranks(failing, 4, deaths=[3], fresh=True, timeout=90)
     assert isinstance(died, Died)

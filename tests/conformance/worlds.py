@@ -14,7 +14,7 @@ SMALL_CHUNK = 4096  # bytes, so that a few thousand elements already take many r
 
 WORLDS = [
     *[pytest.param("host", n, id=f"host-{n}") for n in (1, 2, 3)],
-    *[pytest.param("host", n, id=f"host-{n}", marks=pytest.mark.sampled(one_in=4)) for n in (4, 7)],
+    *[pytest.param("host", n, id=f"host-{n}", marks=pytest.mark.thorough) for n in (4, 7)],
     pytest.param("nccl", 1, id="nccl-1", marks=pytest.mark.gpu),
     pytest.param("nccl", 2, id="nccl-2-on-one-gpu", marks=pytest.mark.gpu),
 ]

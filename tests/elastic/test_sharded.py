@@ -47,27 +47,27 @@ def test_a_rank_dies_in_a_step(tmp_path):
     check(tmp_path, done, rows, 2, {2})
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_a_rank_dies_while_shards_are_sent(tmp_path):
     """The version that was being sent is not whole: the one before it is."""
     done, rows = run(tmp_path, 3, [fault(0, "refresh 3")], "--max-restarts", "0")
     check(tmp_path, done, rows, 2, {2})
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_a_rank_dies_while_the_first_shards_are_sent(tmp_path):
     done, rows = run(tmp_path, 2, [fault(0, "refresh 1")], "--max-restarts", "0")
     check(tmp_path, done, rows, 1, {0})
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_ranks_die_one_after_the_other_in_a_recovery(tmp_path):
     faults = [fault(3, "commit 4"), fault(1, "attach 2")]
     done, rows = run(tmp_path, 4, faults, "--max-restarts", "0", EVERY="2")
     check(tmp_path, done, rows, 2, {2})
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_another_rank_joins(tmp_path):
     """The restarted rank joins at a commit between two versions, and gets its shards from the others."""
     late = {**fault(0, "start", "wait", 1), "wait": 2.0}  # not in the recovery
@@ -77,7 +77,6 @@ def test_another_rank_joins(tmp_path):
     assert first == [2, 0] and alone == [1, both[1] - 1]
 
 
-@pytest.mark.sampled(one_in=3)
 def test_shards_whose_ranks_have_all_died(tmp_path):
     faults = [{**fault(rank, "step 9"), "wait": 0.5} for rank in (1, 2)]
     done, rows = run(tmp_path, 3, faults, "--max-restarts", "0", KEPT=f"{tmp_path}/saves/kept", KEEP="2")
@@ -86,7 +85,7 @@ def test_shards_whose_ranks_have_all_died(tmp_path):
     assert f"the newest whole checkpoint is {tmp_path}/saves/kept/step_000000004" in done.stderr
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_the_others_die_before_a_rank_that_joins_has_its_shards(tmp_path):
     late = {**fault(1, "start", "wait", 1), "wait": 2.0}  # not in the recovery
     done, rows = run(tmp_path, 2, [fault(1, "step 5"), late, fault(0, "attach 3")], "--max-restarts", "1", JOIN="2")

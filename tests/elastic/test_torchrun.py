@@ -22,7 +22,6 @@ from tests.project.test_imports import ROOT
 PROGRAM = Path(__file__).with_name("steps.py")
 ENTRY_POINT = "collectives.elastic.torchrun:get_handler"
 LIMIT_S = 90  # of everything that is waited for
-ONE_IN_6 = pytest.mark.sampled(one_in=6)
 FAST = "keep_alive_max_attempt=3,join_timeout=60"  # in place of ten
 
 
@@ -122,7 +121,7 @@ def kill_node(agent: ForkedProgram, rows: dict[int, dict], node: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("way", ["plain", pytest.param("hvd", marks=ONE_IN_6)])
+@pytest.mark.parametrize("way", ["plain", pytest.param("hvd", marks=pytest.mark.thorough)])
 def test_a_worker_that_dies_is_started_again_alone(job, way):
     job.forks = way != "plain"  # one of the tests is with processes as users start them
     job.start("--max-restarts", "2", WAY=way)
@@ -139,7 +138,6 @@ def test_a_worker_that_dies_is_started_again_alone(job, way):
     assert job.rows()[other][-1]["size"] == 2
 
 
-@ONE_IN_6
 def test_an_agent_comes_later_and_another_one_goes(job):
     job.env["COLLECTIVES_SECRET"] = "x" * 20  # which all records carry
     job.start_node(0)
@@ -159,7 +157,7 @@ def test_an_agent_comes_later_and_another_one_goes(job):
     assert "has not been heard of for 3 s: it and its 2 workers count as dead" in job.texts()
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_an_agent_that_is_terminated_leaves_at_once(job):
     """Without the time after which an agent counts as dead, and its number is free again."""
     for number in range(2):
@@ -171,7 +169,7 @@ def test_an_agent_that_is_terminated_leaves_at_once(job):
     assert job.agents[1].wait(LIMIT_S) != 0
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_a_worker_that_is_not_started_again(job):
     """Without restarts the job goes on with the ranks that are left, and ends with fewer than its least."""
     job.start(ranks=3, conf="min_ranks=2")
@@ -185,7 +183,7 @@ def test_a_worker_that_is_not_started_again(job):
     assert "1 of at least 2 ranks are left: the job ends" in job.texts()
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_an_exception_of_the_program_uses_up_the_restarts(job):
     ends = " ".join(f"{rank}:{life}" for rank in range(2) for life in range(9))
     job.start("--max-restarts", "2", LIFE_ENDS=ends)
@@ -194,7 +192,7 @@ def test_an_exception_of_the_program_uses_up_the_restarts(job):
     assert "ended with exit code 1; it is started again, 0 times more" in job.texts()
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_the_store_ends_with_its_agent(job):
     """Those that are left end by themselves, and say why."""
     job.start_node(0)
@@ -221,7 +219,6 @@ def start_with_standby(job) -> str:
     return conf
 
 
-@ONE_IN_6
 def test_another_store_takes_the_place(job):
     """The node dies that serves the store: the others go on, and later agents and restarts work, too."""
     conf = start_with_standby(job)
@@ -238,7 +235,7 @@ def test_another_store_takes_the_place(job):
     assert job.stop() == [0, -signal.SIGKILL, 0], job.texts()
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_the_agent_alone_dies_that_serves_the_store(job):
     """Its workers go on with the others."""
     start_with_standby(job)
@@ -249,7 +246,7 @@ def test_the_agent_alone_dies_that_serves_the_store(job):
     assert job.stop() == [0, -signal.SIGKILL], job.texts()
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_node_0_of_our_own_launcher_ends(job):
     """`python -m collectives.run --elastic`: the others end by themselves, and are not started again."""
     for node in range(2):
@@ -263,7 +260,7 @@ def test_node_0_of_our_own_launcher_ends(job):
     assert "is started again" not in text
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_agents_that_do_not_fit(job):
     job.start_node(0)
     job.wait(2)
@@ -277,14 +274,13 @@ def test_agents_that_do_not_fit(job):
     assert job.stop()[0] == 0
 
 
-@ONE_IN_6
 def test_too_few_agents(job):
     job.start_node(0, nodes="2:2", conf="join_timeout=1")
     assert job.finish() == [1]
     assert f"1 of at least 2 agents have come to the elastic job at 127.0.0.1:{job.port} after 1 s" in job.texts()
 
 
-@ONE_IN_6
+@pytest.mark.thorough
 def test_torchs_own_rendezvous_starts_all_again(job):
     """The program begins anew: torch's agent ends the survivors."""
     job.start("--max-restarts", "1", "--rdzv-endpoint", "localhost:0", conf="", backend="c10d")

@@ -19,7 +19,6 @@ PROGRAM = Path(__file__).with_name("training.py")
 SAMPLES, EPOCHS = 96, 2
 SECONDS = 90
 RUN = [sys.executable, "-m", "collectives.run"]
-ONE_IN_3 = pytest.mark.sampled(one_in=3)
 
 
 def options_of(ranks, limits, *options, program=PROGRAM):
@@ -53,7 +52,7 @@ def fault(rank, at, how="kill", life=0):
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=ONE_IN_3) for way in ("plain", "ddp", "own_ddp", "hvd")],
+    ["plain", "ddp", *(pytest.param(way, marks=pytest.mark.thorough) for way in ("own_ddp", "hvd"))],
 )
 def test_a_rank_dies_and_another_one_joins(tmp_path, way):
     done, rows = run_job(tmp_path, 3, [fault(0, "step 9")], way=way, LEAST="3")
@@ -63,7 +62,7 @@ def test_a_rank_dies_and_another_one_joins(tmp_path, way):
     assert done.stderr.count("is started again") == 1, f"the survivors go on in their processes: {done.stderr}"
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_a_rank_dies_before_torchs_group_is_opened(tmp_path):
     """Torch's other ranks would wait for it until their time limit; and one of those dies in the next round, too."""
     done, rows = run_job(tmp_path, 4, [fault(1, "group 1"), fault(3, "group 2", "exit")], way="ddp", PAUSE="0.01")
@@ -72,7 +71,7 @@ def test_a_rank_dies_before_torchs_group_is_opened(tmp_path):
     assert "rank 1 died" in done.stderr and "rank 2 died" in done.stderr, done.stderr
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_torchs_group_is_opened_again_for_the_same_ranks(tmp_path):
     faults = [fault(1, "commit 3", "update"), fault(0, "commit 9", "update")]
     done, rows = run_job(tmp_path, 2, faults, way="ddp", WIRE="fp32")
@@ -81,7 +80,6 @@ def test_torchs_group_is_opened_again_for_the_same_ranks(tmp_path):
     assert "died" not in done.stderr, done.stderr
 
 
-@pytest.mark.sampled(one_in=2)
 def test_several_die(tmp_path):
     """Several ranks die, one of them while the others recover; with a secret, which all records carry."""
     faults = [fault(0, "step 5"), fault(3, "commit 4"), fault(1, "sync 2", "exit")]
@@ -91,7 +89,7 @@ def test_several_die(tmp_path):
     check_rows(rows, rows[0]["size"], done.stderr)
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.thorough
 def test_an_undisturbed_job(tmp_path):
     calm, rows = run_job(tmp_path / "calm", 2, [])
     assert calm.returncode == 0, calm.stderr
@@ -99,7 +97,6 @@ def test_an_undisturbed_job(tmp_path):
     assert set(torch.tensor(rows[0]["history"]).sum(0).tolist()) == {EPOCHS}
 
 
-@pytest.mark.sampled(one_in=2)
 def test_too_few_ranks_end_the_job(tmp_path):
     faults = [fault(rank, "step 3", "raise", life) for rank in (0, 1) for life in range(4)]
     done, rows = run_job(tmp_path, 2, faults, limits="2:2")
@@ -130,7 +127,7 @@ def run_two_nodes(folder, faults, *options, program=PROGRAM, **env):
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.thorough
 def test_two_nodes(tmp_path):
     """Two launchers; a rank of each dies, and rank 0 is one of them."""
     done, rows = run_two_nodes(tmp_path, [fault(0, "step 5"), fault(2, "step 9")], PAUSE="0.15")

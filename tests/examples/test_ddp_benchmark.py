@@ -39,7 +39,7 @@ def test_three_ways_of_a_small_resnet_in_turn(tmp_path):
     assert {"benchmark", "machine", "commit", "torch", "time"} <= json.loads(row).keys()
 
 
-@pytest.mark.sampled(one_in=6)
+@pytest.mark.thorough
 def test_a_small_bert_in_bf16_under_mpirun(tmp_path):
     if shutil.which("mpirun.openmpi") is None:
         pytest.skip("mpirun.openmpi is not installed")

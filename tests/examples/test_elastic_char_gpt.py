@@ -4,12 +4,9 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from tests.examples.running import EXAMPLES, SECONDS, login_environment
 
 
-@pytest.mark.sampled(one_in=3)
 def test_a_rank_kills_itself(tmp_path):
     launcher = (sys.executable, "-m", "collectives.run", "-n", "2", "--elastic", "1:2")
     options = ("--kill", "1:6", "--texts", "480", "--context", "32", "--width", "64", "--layers", "1")

@@ -21,7 +21,6 @@ def result_of(name, *options, cwd):
     return result
 
 
-@pytest.mark.sampled(one_in=3)
 def test_gradient_accumulation(tmp_path):
     result = result_of("gradient_accumulation.py", "--batch-size", "256", "--micro-batches", "4", cwd=tmp_path)
     assert result["test_accuracy"] >= 0.95
@@ -66,7 +65,6 @@ def test_load_on_rank_0(tmp_path):
     assert saved["step"] == 30 and saved["optimizer"]["state"][0]["step"] == 30
 
 
-@pytest.mark.sampled(one_in=3)
 def test_char_gpt(tmp_path):
     model = ("--layers", "1", "--width", "64", "--context", "32", "--held-out", "64", "--limit", "300000")
     result = result_of("char_gpt.py", *model, "--steps", "80", "--compare", "bf16,int8", cwd=tmp_path)
@@ -83,7 +81,6 @@ def test_char_gpt(tmp_path):
     assert sharded["losses"]["fp32"] == pytest.approx(losses["fp32"], abs=1e-3)
 
 
-@pytest.mark.sampled(one_in=3)
 def test_sharded_digits(tmp_path):
     result = result_of("sharded_digits.py", "--epochs", "2", "--hidden", "512", cwd=tmp_path)
     ways = ["DDP", "one unit", "wrap policy", "CPU offload"]
@@ -96,7 +93,7 @@ def test_sharded_digits(tmp_path):
     assert peak["DDP"] > kept and peak["DDP"] > peak["wrap policy"] > kept / 2
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_sharded_muon(tmp_path):
     model = ("--layers", "1", "--width", "64", "--context", "32", "--held-out", "64", "--limit", "300000")
     result = result_of("sharded_muon.py", *model, "--steps", "60", cwd=tmp_path)
@@ -109,7 +106,7 @@ def test_sharded_muon(tmp_path):
     assert state["Muon, DDP"] / 3 < state["Muon"] < state["Muon, DDP"] * 2 / 3
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.thorough
 def test_sharded_t5(tmp_path):
     model = ("--layers", "1", "--width", "64", "--limit", "2000000", "--learning-rate", "0.01", "--samples", "1")
     result = result_of("sharded_t5.py", *model, "--steps", "50", "--batch-size", "4", cwd=tmp_path)
@@ -132,7 +129,6 @@ def test_custom_sharded_wrapper(tmp_path):
     assert whole / 2 <= result["base_bytes_on_a_rank"] < whole / 2 + 64
 
 
-@pytest.mark.sampled(one_in=2)
 def test_horovod_digits(tmp_path):
     name, both = "horovod_digits.py", {"sgd": True, "adamw": True}
     result = result_of(name, "--epochs", "2", cwd=tmp_path)

@@ -19,7 +19,7 @@ def test_both_ranks_find_the_surface_and_write_their_checkpoints(tmp_path):
     check_fit(fork_example, tmp_path)
 
 
-@pytest.mark.sampled(one_in=16)
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_under_mpirun(launcher, tmp_path):
     if shutil.which(launcher[0]) is None:

@@ -1,4 +1,7 @@
-"""The frameworks on our collectives: what they compute with Gloo, to the bit with two ranks."""
+"""The frameworks on our collectives: what they compute with Gloo, to the bit with two ranks.
+
+What `make test` runs is forked with torch imported; what starts ranks by the frameworks' own launchers is thorough.
+"""
 
 import importlib.util
 import json
@@ -9,103 +12,116 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.running import EXAMPLES, fork_example, torchrun_variables
+
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples" / "frameworks"
+FRAMEWORKS = EXAMPLES / "frameworks"
 PROGRAMS = Path(__file__).with_name("framework_programs")
-pytestmark = pytest.mark.thorough
-
-
 
 
 def require(*packages):
     for needed in packages:
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed: pip install collectives[integrations]")
+            pytest.skip(f"{needed} is not installed: it is in the extra `test`")
+
+
+def cpu_only(rank, ranks, port):
+    return torchrun_variables(rank, ranks, port) | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+
+
+def fork(path, *options, cwd):
+    code, out, err = fork_example(path, *options, cwd=cwd, variables=cpu_only)
+    assert code == 0, out + err
+    return out, err
 
 
 def run(*command):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run([sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return done
+    return done.stdout, done.stderr
 
 
-def torchrun(*command):
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
-
-
-def read_losses(done):
-    found = [line for line in done.stdout.splitlines() if line.startswith('{"backend"')]
-    assert len(found) == 1, done.stdout
+def read_losses(out):
+    found = [line for line in out.splitlines() if line.startswith('{"backend"')]
+    assert len(found) == 1, out
     return json.loads(found[0])
 
 
-def train(name, way, *options, start=torchrun):
-    done = start(EXAMPLES / f"{name}_train.py", "--way", way, *options)
-    return read_losses(done), done.stderr
+NAMES = {"accelerate": ["accelerate"], "trainer": ["transformers", "accelerate"], "lightning": ["lightning"]}
+_of_gloo: dict[str, list[float]] = {}
 
 
-@pytest.mark.parametrize("name, package", [("accelerate", None), ("trainer", "transformers"), ("lightning", None)])
-def test_every_way_gives_the_losses_of_gloo(name, package):
-    require(package or name, "accelerate" if name == "trainer" else name)
-    plain, _ = train(name, "gloo")
-    assert plain["backend"] == "gloo" and len(plain["losses"]) >= 30
-    for way in ("backend", "auto", "hook"):
-        ours, log = train(name, way)
-        assert ours["losses"] == plain["losses"], way
-        assert ours["backend"] == ("collectives" if way == "backend" else "gloo")
-        assert ("with fused_allreduce" in log) == (way == "auto"), log
-        assert "HookState" not in log
+@pytest.mark.parametrize("way", ["backend", "auto", pytest.param("hook", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_gives_the_losses_of_gloo(name, way, tmp_path):
+    require(*NAMES[name])
+    program = FRAMEWORKS / f"{name}_train.py"
+    if name not in _of_gloo:
+        plain = read_losses(fork(program, "--way", "gloo", cwd=tmp_path)[0])
+        assert plain["backend"] == "gloo" and len(plain["losses"]) >= 30
+        _of_gloo[name] = plain["losses"]
+    out, log = fork(program, "--way", way, cwd=tmp_path)
+    ours = read_losses(out)
+    assert ours["losses"] == _of_gloo[name]
+    assert ours["backend"] == ("collectives" if way == "backend" else "gloo")
+    assert ("with fused_allreduce" in log) == (way == "auto"), log
+    assert "HookState" not in log
 
 
-def test_accelerate_with_fsdp2():
+@pytest.mark.thorough
+def test_accelerate_with_fsdp2(tmp_path):
     require("accelerate")
-    plain, _ = train("accelerate", "gloo", "--model", "ddp")
-    ours, _ = train("accelerate", "backend", "--model", "fsdp2")
+    program = FRAMEWORKS / "accelerate_train.py"
+    plain = read_losses(fork(program, "--way", "gloo", "--model", "ddp", cwd=tmp_path)[0])
+    ours = read_losses(fork(program, "--way", "backend", "--model", "fsdp2", cwd=tmp_path)[0])
     assert ours["model"].startswith("FSDP") and ours["losses"] == plain["losses"]
 
 
+@pytest.mark.thorough
 def test_accelerate_launch():
     require("accelerate")
     launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
-    script = EXAMPLES / "accelerate_train.py"
-    ours = read_losses(run(*launch, script, "--way", "backend"))
-    done = run(*launch, "--module", "collectives.auto", script, "--way", "gloo")
-    assert ours["backend"] == "collectives" and "with fused_allreduce" in done.stderr
-    assert read_losses(done)["losses"] == ours["losses"]
+    script = FRAMEWORKS / "accelerate_train.py"
+    ours = read_losses(run(*launch, script, "--way", "backend")[0])
+    out, log = run(*launch, "--module", "collectives.auto", script, "--way", "gloo")
+    assert ours["backend"] == "collectives" and "with fused_allreduce" in log
+    assert read_losses(out)["losses"] == ours["losses"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "spawn", "fork", "fsdp2", "tensor"])
 def test_lightning_starts_its_ranks(strategy):
     require("lightning")
-    plain, _ = train("lightning", "gloo", "--strategy", strategy, start=run)
-    ours, _ = train("lightning", "backend", "--strategy", strategy, start=run)
+    program = FRAMEWORKS / "lightning_train.py"
+    plain, ours = (read_losses(run(program, "--way", way, "--strategy", strategy)[0]) for way in ("gloo", "backend"))
     assert (plain["backend"], ours["backend"]) == ("gloo", "collectives")
     assert len(ours["losses"]) >= 30 and ours["losses"] == plain["losses"]
 
 
 @pytest.mark.parametrize(
-    "program, options, packages",
+    "program, options",
     [
-        ("accelerate_utilities", [], ["accelerate"]),
-        *(("trainer_options", [name], ["accelerate", "transformers"])
-          for name in ("accumulation", "bf16", "fsdp", "dispatch")),
+        ("accelerate_utilities", []),
+        ("trainer_options", ["accumulation"]),
+        *(pytest.param("trainer_options", [name], marks=pytest.mark.thorough) for name in ("bf16", "fsdp", "dispatch")),
     ],
     ids=str,
 )  # fmt: skip
-def test_what_the_frameworks_do_beside_gradients(program, options, packages):
-    require(*packages)
+def test_what_the_frameworks_do_beside_gradients(program, options, tmp_path):
+    require(*NAMES["trainer" if "trainer" in program else "accelerate"])
     found = {}
     for backend in ("gloo", "collectives"):
-        done = torchrun(PROGRAMS / f"{program}.py", backend, *options)
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+        out, _ = fork(PROGRAMS / f"{program}.py", backend, *options, cwd=tmp_path)
+        (line,) = [line for line in out.splitlines() if line.startswith("found ")]
         found[backend] = json.loads(line.removeprefix("found "))
         assert len(found[backend]) == 2
     assert found["collectives"] == found["gloo"]
 
 
+@pytest.mark.thorough
 def test_ray_train():
     require("ray")
-    losses = [read_losses(run(EXAMPLES / "ray_train.py", "--way", way)) for way in ("gloo", "backend")]
+    losses = [read_losses(run(FRAMEWORKS / "ray_train.py", "--way", way)[0]) for way in ("gloo", "backend")]
     assert [each["backend"] for each in losses] == ["gloo", "collectives"]
     assert len(losses[0]["losses"]) >= 30 and losses[0]["losses"] == losses[1]["losses"]

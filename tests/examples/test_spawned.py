@@ -11,8 +11,7 @@ from tests.examples.running import fork_example, login_environment, run_example
 NAME = "spawned_all_reduce.py"
 
 
-@pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize("method, ranks", [("spawn", 2), ("fork", 3)])
+@pytest.mark.parametrize("method, ranks", [("spawn", 2), pytest.param("fork", 3, marks=pytest.mark.thorough)])
 def test_all_three_ways_give_the_sum(method, ranks, tmp_path):
     code, out, err = run_example([], NAME, "--start-method", method, "--ranks", str(ranks), cwd=tmp_path)
     assert code == 0, out + err

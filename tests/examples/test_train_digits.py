@@ -78,7 +78,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.sampled(one_in=20)  # tests/launch starts ranks under each of them
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path):
     if shutil.which(launcher[0]) is None:
@@ -91,7 +91,6 @@ def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path)
     assert (tmp_path / "out" / "train_digits.png").exists()
 
 
-@pytest.mark.sampled(one_in=3)
 def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # rows, columns

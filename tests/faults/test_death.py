@@ -67,7 +67,7 @@ def killed_in_the_middle(ctx, victim, nbytes):
 
 
 @pytest.mark.parametrize("nbytes", [64, 8 << 20])
-@pytest.mark.parametrize(("n", "victim"), [(2, 1), (2, 0), (4, 2)])
+@pytest.mark.parametrize(("n", "victim"), [(2, 0), (4, 2)])
 def test_killed_in_the_middle_of_all_reduces(n, victim, nbytes):
     results = run_ranks(killed_in_the_middle, n, victim, nbytes, deaths={victim})
     assert results[victim] == KILLED
@@ -155,7 +155,7 @@ def go_on_without(ctx, victim, flags):
 
 
 @pytest.mark.parametrize("flags", [0, 1])
-@pytest.mark.parametrize(("n", "victim"), [(2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("n", "victim"), [(2, 1), (4, 0)])
 def test_shrink_after_a_death(n, victim, flags):
     """flags=1 is NCCL_SHRINK_ABORT: end what the parent has in flight first."""
     results = run_ranks(go_on_without, n, victim, flags, deaths={victim})

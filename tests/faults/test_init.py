@@ -37,7 +37,7 @@ def missing_rank(ctx, missing):
     return result
 
 
-@pytest.mark.parametrize(("n", "missing"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("n", "missing"), [(2, 0), (4, 2)])
 def test_a_rank_that_never_comes(n, missing):
     """Whoever is missing is named by everybody; without rank 0 nobody knows more than that rank 0 has not come."""
     from collectives.errors import CollectiveTimeout
@@ -58,8 +58,7 @@ def duplicate(ctx, numbers):
     return raised(lambda: ctx.library.comm_init_rank(ctx.size, unique_id, numbers[ctx.rank]))
 
 
-@pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 0, 1), (0, 0)])
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (0, 0)])
 def test_two_ranks_with_one_number(numbers):
     from collectives.errors import InvalidUsage
 
@@ -96,7 +95,6 @@ def killed_during_init(ctx, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.sampled(one_in=3)
 def test_a_rank_that_dies_during_init(victim):
     results = run_ranks(killed_during_init, 3, victim, deaths={victim}, fresh=True)
     assert results[victim] == Died(signal=int(signal.SIGALRM), exitcode=0)

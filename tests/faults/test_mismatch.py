@@ -101,7 +101,7 @@ def mismatch(ctx, name, odd_rank, queued):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("n", "odd_rank"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("n", "odd_rank"), [(2, 1), (4, 2)])
 def test_mismatch_of(name, n, odd_rank):
     env = {"COLLECTIVES_HOST_CHUNK": "4096"}
     results = run_ranks(mismatch, n, name, odd_rank, False, env=env)
@@ -186,9 +186,8 @@ def mismatch_in_a_group(ctx):
     return run_cases(ctx, [Case("all_reduce", "float32", 50), Case("all_to_all", "int8", 50)])
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_mismatch_in_a_group(n):
-    assert run_ranks(mismatch_in_a_group, n) == [[]] * n
+def test_mismatch_in_a_group():
+    assert run_ranks(mismatch_in_a_group, 3) == [[]] * 3
 
 
 def mismatch_in_a_queue(ctx):
@@ -207,9 +206,8 @@ def mismatch_in_a_queue(ctx):
     return [] if y[0] == ctx.size and x[0] == 1 else [f"{x[0]} {y[0]}"]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_mismatch_in_a_queue(n):
-    assert run_ranks(mismatch_in_a_queue, n) == [[]] * n
+def test_mismatch_in_a_queue():
+    assert run_ranks(mismatch_in_a_queue, 3) == [[]] * 3
 
 
 def high_level(ctx):

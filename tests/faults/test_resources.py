@@ -20,8 +20,7 @@ def kind_of(seed: int):
     return pytest.param(seed, id=f"{kind}-{seed}", marks=marks)
 
 
-@pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("seed", [kind_of(seed) for seed in range(6, 12)])
+@pytest.mark.parametrize("seed", [kind_of(seed) for seed in range(6, 8)])
 def test_a_rank_lacks_something(seed):
     assert resources.run_trial(seed)["wrong"] == []
 

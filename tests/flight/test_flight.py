@@ -220,7 +220,6 @@ def test_files_stay_only_where_something_failed(tmp_path):
     assert [bool(op.stream) for op in ring.operations[-11:]] == [False] + [True] * 10
 
 
-@pytest.mark.sampled(one_in=2)
 def test_without_a_folder_it_is_dumped_on_request(tmp_path):
     """By the function, and by SIGUSR2, under the temporary folder, unless another file or user has its name."""
     temporary = tmp_path / "temporary"

@@ -44,9 +44,9 @@ SECONDS = {"host": 60.0, "simulated": 60.0, "cuda": one_gpu.SECONDS}
 def everywhere(cases=None, *, everyday=None, ranks=(1, 2), devices=DEVICES):
     """Parametrize a test by ``device, ranks`` and, where there are `cases`, ``case``.
 
-    Without a GPU the cases of `everyday` (all of them, where it isn't given) run with the largest number of ranks in
-    the everyday suite, on the host engine a third of them; the others, and fewer ranks, are marked thorough. With a
-    GPU all of them run.
+    Without a GPU the cases of `everyday` (all of them, where it isn't given) run with the largest number of ranks on
+    the simulated GPU in the everyday suite; the others, fewer ranks, and the host engine alone are marked thorough.
+    With a GPU all of them run.
     """
     names = [None] if cases is None else list(cases)
     unknown = set(everyday or ()) - set(names)
@@ -61,9 +61,9 @@ def everywhere(cases=None, *, everyday=None, ranks=(1, 2), devices=DEVICES):
                     marks.append(pytest.mark.gpu)
                 if device == "simulated":
                     marks.append(needs_simulation)
-                if device == "host":  # what other folders test, with the oracle that these have
-                    marks.append(pytest.mark.sampled(one_in=3))
-                if device != "cuda" and (count != max(ranks) or (everyday is not None and case not in everyday)):
+                rare = count != max(ranks) or (everyday is not None and case not in everyday)
+                rare = rare or device == "host" and "simulated" in devices  # whose numbers are compared with the host's
+                if device != "cuda" and rare:
                     marks.append(pytest.mark.thorough)
                 name = f"{device}-{count}{'rank' if count == 1 else 'ranks'}" + (f"-{case}" if case is not None else "")
                 values = (device, count) if case is None else (device, count, case)

@@ -61,3 +61,30 @@ def changed_late(rank):
 @everywhere()
 def test_gradients_that_change_behind_their_bucket(device, ranks):
     check(device, changed_late, ranks)
+
+
+def trained_on_two_streams(rank):
+    """Two models, each on a stream of its own, whose gradients share buckets."""
+    models = [make_terms(rank.device) for _ in range(2)]
+    params = [param for pair in zip(*(model.parameters() for model in models), strict=True) for param in pair]
+    optimizer = torch.optim.SGD(params, RATE)
+    with collectives.GradientBuckets(params, comm=rank.comm, overlap=True) as buckets:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            data, side = batches(step, rank.rank, rank.device), rank.new_stream()
+            with rank.use(side):
+                first = models[0](data)
+            rank.join(side)
+            if side is not None:
+                first.record_stream(torch.cuda.current_stream())
+                for each in data:
+                    each.record_stream(side)
+            (first + models[1](data)).backward()
+            buckets.all_reduce()
+            optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+@everywhere()
+def test_models_on_two_streams(device, ranks):
+    check(device, trained_on_two_streams, ranks)

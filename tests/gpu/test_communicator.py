@@ -221,6 +221,7 @@ def captured(place):
             comm.broadcast(t, 0)
             comm.broadcast(u, 0)
         comm.all_reduce(v, algorithm="direct")
+        comm.all_reduce(u, algorithm="ring")
         total.copy_(t).add_(u).add_(v)
 
     found = []

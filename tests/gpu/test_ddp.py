@@ -97,7 +97,6 @@ def trained(rank, case, views):
 
 
 @everywhere(CASES, everyday=EVERYDAY)
-@pytest.mark.sampled(one_in=2)
 def test_training(device, ranks, case):
     # Where ranks go on with their own gradients those differ, and the models until they are averaged.
     own, options = case == "local_steps", CASES[case]
@@ -254,7 +253,6 @@ def test_hierarchical(device, ranks, case, machines, monkeypatch):
 
 
 @everywhere(["fp32", "int8"], ranks=(4,), devices=["host", "simulated"])
-@pytest.mark.sampled(one_in=3)
 def test_hierarchical_on_two_machines_of_two_ranks(device, ranks, case):
     env = [{"COLLECTIVES_HOST_ID": name} for name in "aabb"]
     tolerance = {} if case == "fp32" else {"exact": False, "rtol": LOSS["int8"], "atol": LOSS["int8"]}

@@ -180,6 +180,33 @@ def test_optimizer(device, ranks, case):
         compare(found, alone(ranks, average=case != "sum")[1])
 
 
+def optimized_on_two_streams(rank):
+    """Two models, each on a stream of its own, whose gradients share buckets."""
+    with started(rank) as hvd:
+        models = [make_terms(rank.device) for _ in range(2)]
+        named = [each.named_parameters() for each in models]
+        params = [param for model in models for param in model.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, RATE), named_parameters=named)
+        for step in range(STEPS):
+            data, side = batches(step, rank.rank, rank.device), rank.new_stream()
+            with rank.use(side):
+                first = models[0](data)
+            rank.join(side)
+            if side is not None:
+                first.record_stream(torch.cuda.current_stream())
+                for each in data:
+                    each.record_stream(side)
+            (first + models[1](data)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in params]
+
+
+@everywhere()
+def test_models_on_two_streams(device, ranks):
+    check(device, optimized_on_two_streams, ranks)
+
+
 def batch_norm(rank):
     with started(rank) as hvd:
         layer = hvd.SyncBatchNorm(3).to(rank.device)

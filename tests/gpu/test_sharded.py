@@ -115,7 +115,6 @@ def trained(rank, way):
 
 
 @everywhere(WAYS, everyday=EVERYDAY)
-@pytest.mark.sampled(one_in=2)
 def test_training(device, ranks, case):
     (found, *_) = check(device, trained, ranks, case)
     for rule, ends in found.items():

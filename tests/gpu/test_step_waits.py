@@ -250,6 +250,18 @@ def test_horovods_operations(device, ranks):
     on(device, step_of_horovods_operations, ranks)
 
 
+def step_of_batch_norm(rank):
+    with started(rank) as hvd:
+        layer = hvd.SyncBatchNorm(3).to(rank.device)
+        x = rank.random(6, 3, 2).requires_grad_()
+        watched(rank, lambda number: layer(x).sum().backward())
+
+
+@everywhere(devices=WATCHED)
+def test_sync_batch_norm(device, ranks):
+    on(device, step_of_batch_norm, ranks)
+
+
 def step_of_a_communicator(rank):
     comm = rank.comm
     x, parts, part = rank.random(5000), rank.random(comm.size, 8), rank.random(8)

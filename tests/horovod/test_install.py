@@ -43,7 +43,7 @@ def test_an_unchanged_program(by_srun):
     assert by_srun["size"] == 2 and by_srun["local"] == [True, 2]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 def test_an_unchanged_program_under_mpirun(by_srun):
     """As a module, with no worker: the same losses."""
     if shutil.which("mpirun.openmpi") is None:

@@ -33,6 +33,7 @@ from collectives.kernels.rows import Rows
 __all__ = ["ORDERS", "Fault", "Text", "cuda_text", "taken"]
 
 HERE = Path(__file__).resolve().parent / "shim"
+KEPT = HERE.parents[2] / "build" / "shim"  # what is compiled; `make clean` removes it
 ORDERS = ("forward", "reverse", 1)  # a number: shuffled, by this seed
 LIMIT_S = 60.0  # of processor time for one launch
 
@@ -71,20 +72,36 @@ def poison() -> tuple[str, ...]:
     return (flag,) if subprocess.run(command, capture_output=True).returncode == 0 else ()
 
 
+@contextlib.contextmanager
+def made_once(target: Path) -> Iterator[Path | None]:
+    """Give a path to write the target at, or None where it is there: processes that run side by side share it."""
+    if target.exists():
+        yield None
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    own = target.with_name(f"{os.getpid()}.{target.name}")
+    yield own
+    own.replace(target)
+
+
 def compiled(name: str, text: str, options: tuple[str, ...]) -> Path:
-    """Compile a text into an object of the session's folder, once."""
-    command = [*compiler(), *FLAGS, *options, f"-I{HERE}", "-c", "-x", "c++"]
-    key = hashlib.sha256("\0".join([*command, text]).encode()).hexdigest()[:16]
-    target = folder() / f"{name}.{key}.o"
-    if not target.exists():
-        source = target.with_suffix(".cpp")
-        source.write_text(text)
-        subprocess.run([*command, str(source), "-o", str(target)], check=True)
+    """Compile a text into an object, once: it takes up to ten seconds, and is kept for the next run."""
+    planted = ["-DCOLL_MUTANTS"] if "COLL_MUTANT" in os.environ else []  # tests/harness/test_mutants.py
+    command = [*compiler(), *FLAGS, *planted, *options, f"-I{HERE}", "-c", "-x", "c++"]
+    headers = [path.read_text() for path in sorted(HERE.glob("*.*"))]
+    key = hashlib.sha256("\0".join([*command, *headers, text]).encode()).hexdigest()[:16]
+    target = KEPT / f"{name}.{key}.o"
+    with made_once(target) as own:
+        if own:
+            source = own.with_suffix(".cpp")
+            source.write_text(text)
+            subprocess.run([*command, str(source), "-o", str(own)], check=True)
+            source.unlink()
     return target
 
 
 class Text:
-    """One source of kernels/cuda as a library of the host; ``text``: another text in its place (for mutants)."""
+    """One source of kernels/cuda as a library of the host; ``text``: another text in its place."""
 
     def __init__(self, source: str, text: str | None = None, optimize: str = "-O1"):
         text = cuda.source_text(source) if text is None else text
@@ -95,14 +112,21 @@ class Text:
         scheduler = compiled("scheduler", (HERE / "scheduler.cpp").read_text(), ("-O1", "-U_FORTIFY_SOURCE"))
         kernels = compiled(source, whole, (optimize, *CHECKS, *poison()))
         library = kernels.with_suffix(".so")
-        if not library.exists():
-            subprocess.run([*compiler(), "-shared", str(kernels), str(scheduler), "-o", str(library)], check=True)
+        with made_once(library) as own:
+            if own:
+                subprocess.run([*compiler(), "-shared", str(kernels), str(scheduler), "-o", str(own)], check=True)
         self.library = ctypes.CDLL(str(library))
         self.library.shim_args.restype = ctypes.c_size_t
         self.library.shim_args.argtypes = [ctypes.c_char_p]
         self.library.shim_run.restype = ctypes.c_char_p
         self.library.shim_run.argtypes = [
-            ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64, ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+            ctypes.c_int,
+            ctypes.c_uint64,
+            ctypes.c_int,
         ]
 
     def run(self, name: str, args: bytes, grid: int, block: int, order: str | int = "forward", limit_s=LIMIT_S) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from collectives import kernels
-from collectives.kernels import abi, cuda
+from collectives.kernels import abi
 from collectives.layout import bucket_layout
-from tests.kernels import shim
 from tests.oracle import DTYPES, decode, encode, make
 
 from .bucket_cases import (
@@ -49,17 +48,16 @@ def one_thread():
 
 # ---- All pairs of types.
 def every_pair() -> list:
-    """(mode, source, to): all pairs in two modes; in others each type once on each side, the rest thorough."""
+    """(mode, source, to): all pairs in one mode; in others each type once on each side, the rest thorough."""
     names, found = list(FLOATS), []
     for number, mode in enumerate(MODES):
         for i, source in enumerate(names):
             for j, to in enumerate(names):
-                often = mode in ("baseline", MODES[len(HOST)]) or (j - i - number) % len(names) == 0
+                often = mode == "baseline" or (j - i - number) % len(names) == 0
                 found.append(pytest.param(mode, source, to, marks=[] if often else pytest.mark.thorough))
     return found
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("mode", "source", "to"), every_pair(), indirect=["mode"])
 def test_pack_all_types(mode, source, to):
     sizes = SIZES if mode in HOST else SIZES[:-2]
@@ -76,13 +74,12 @@ def test_pack_all_types(mode, source, to):
         check_packed(sources, flat, table.offsets, SCALE, None)
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("mode", "source", "to"), every_pair(), indirect=["mode"])
-@pytest.mark.parametrize("add, specials", [(False, True), (True, False), (True, True)])
-def test_unpack_all_types(mode, source, to, add, specials):
+@pytest.mark.parametrize("add", [False, True])
+def test_unpack_all_types(mode, source, to, add):
     sizes = SIZES if mode in HOST else SIZES[:-2]
     offsets, total = bucket_layout(sizes, DTYPES[source].itemsize)
-    flat = array(source, make(DTYPES[source], total, 2, specials=specials))
+    flat = array(source, make(DTYPES[source], total, 2))
     targets = arrays(to, sizes, 3)
     before = [target.bits for target in targets]
     found = kernels.Statistics()
@@ -209,12 +206,12 @@ def test_a_scale_on_the_device(mode):
     check_packed(sources, flat, (0, 5000), 1.0, None)
 
 
-@pytest.mark.parametrize("scale", [np.float32(0.1), np.float64(0.1), 2, np.int64(2), True + 1, -0.0, 1e-45, 3e38])
-def test_numbers_as_scales(scale):
-    sources = arrays("float32", (100,), 9)
-    flat = array("float32", 100)
-    kernels.pack(tensors_of(sources), flat.tensor, scale=scale)
-    check_packed(sources, flat, (0,), float(scale), None)
+def test_numbers_as_scales():
+    for scale in (np.float32(0.1), np.float64(0.1), 2, np.int64(2), -0.0, 1e-45, 3e38):
+        sources = arrays("float32", (100,), 9)
+        flat = array("float32", 100)
+        kernels.pack(tensors_of(sources), flat.tensor, scale=scale)
+        check_packed(sources, flat, (0,), float(scale), None)
 
 
 @pytest.mark.parametrize("to", ["bfloat16", "float16", "float8e4m3", "float8e5m2"])
@@ -337,10 +334,8 @@ def many():
     return torch.randn(7 << 20, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("isa", HOST)
-@pytest.mark.parametrize("shift", [0, 3])
-@pytest.mark.parametrize("names", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("names, shift", [(("float32", "float32"), 3), (("float32", "bfloat16"), 0)])
 def test_stores_past_the_caches(isa, names, shift, many):
     """A table that moves more than the last-level cache holds: 42 MiB and more."""
     source, to = (FLOATS[name] for name in names)
@@ -415,62 +410,6 @@ def test_numpy_arrays(mode):
     targets = [np.zeros(5, dtype=np.float16), np.zeros((2, 3), dtype=np.float32)]
     kernels.unpack(flat, targets, scale=2.0)
     assert targets[0].tolist() == [0, 2, 4, 6, 8] and (targets[1] == 2).all()
-
-
-# ---- The tests must see what is wrong with a kernel.
-MUTANTS = {
-    "one element too few": ("if (i < count) values", "if (i < count - 1) values"),
-    "one element too many": ("if (i + j < count) dst[i + j]", "if (i + j <= count) dst[i + j]"),
-    "padding left out": ("i < (s.count + s.padding) * width", "i < s.count * width"),
-    "padding too long": ("i < (s.count + s.padding) * width", "i < (s.count + s.padding + 1) * width"),
-    "rows in another order": (
-        "for (int row = 0; row < COLL_ROWS; ++row) {\n      sum +=",
-        "for (int row = COLL_ROWS - 1; row >= 0; --row) {\n      sum +=",
-    ),
-    "a block's last tile": ("(int64_t)blockIdx.x + 1) / gridDim.x;", "(int64_t)blockIdx.x + 1) / gridDim.x - 1;"),
-    "lanes folded as neighbours": (
-        "(sums[0] + sums[2]) + (sums[1] + sums[3])",
-        "(sums[0] + sums[1]) + (sums[2] + sums[3])",
-    ),
-    "a bad value not counted": ("*own_bad +=", "*own_bad |="),
-    "a copy's last word": ("for (; i < words; i += step)", "for (; i < words - 1; i += step)"),
-    "an unaligned load": ("% sizeof(coll_pack_of<S>) == 0", "% sizeof(S) == 0"),
-}
-
-
-@pytest.mark.sampled(one_in=10)
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants_are_caught(name):
-    """Faults planted in the launchers, each seen by what the tests above look at."""
-    old, new = MUTANTS[name]
-    changed = []
-
-    def change(text: str) -> str:
-        changed.append(text.count(old))
-        return text.replace(old, new)
-
-    texts = {}
-
-    def changed_text(source: str) -> shim.Text:
-        if source not in texts:
-            texts[source] = shim.Text(source, change(cuda.source_text(source)))
-        return texts[source]
-
-    with (
-        pytest.raises((AssertionError, shim.Fault)),
-        shim.cuda_text(3, 64, texts=changed_text),
-    ):
-        for found in (None, kernels.Statistics()):
-            for offsets in (None, (0, 20, 5000, 14000)):
-                sources = arrays("float32", (5, 4097, 8192, 10007), 16, specials=False, shift=1)
-                sources[1:3] = [array("float32", touchy(each.bits.size, 3), 1) for each in sources[1:3]]
-                if offsets is None:
-                    sources.append(array("float32", np.full(2048, np.inf, np.float32)))
-                table = kernels.Table(tensors_of(sources), torch.float32, offsets=offsets)
-                flat = array("float32", table.total)
-                kernels.pack(table, flat.tensor, statistics=found)
-                check_packed(sources, flat, table.offsets, 1.0, found, pads=offsets is None)
-    assert changed and all(changed)
 
 
 # ---- On a GPU: the bits of the host.

@@ -24,29 +24,23 @@ OPTIONS = {
 
 
 @functools.cache
-def program(isa: str, change: tuple[str, str] = ("", "")) -> Path:
-    """Compile the check, with one change of numeric.h."""
-    include = cuda.kernels_folder() / "include"
-    folder = shim.folder() / f"numeric-{isa}-{abs(hash(change))}"
-    (folder / "coll").mkdir(parents=True)
-    for name in ("numeric.h", "ops.h", "kernel_abi.h", "host_blocks.h"):
-        text = (include / "coll" / name).read_text()
-        (folder / "coll" / name).write_text(text.replace(*change) if change[0] else text)
-    target = folder / "check"
+def program(isa: str) -> Path:
+    """Compile the check."""
+    target = shim.folder() / f"numeric-{isa}"
     source = Path(__file__).with_name("numeric_check.cpp")
-    flags = ["-std=c++17", "-O3", "-ffp-contract=off", *OPTIONS[isa], f"-I{folder}"]
+    flags = ["-std=c++17", "-O3", "-ffp-contract=off", *OPTIONS[isa], f"-I{cuda.kernels_folder() / 'include'}"]
     subprocess.run([*shim.compiler(), *flags, str(source), "-o", str(target)], check=True)
     return target
 
 
-def run(isa: str, step: int, change: tuple[str, str] = ("", "")) -> subprocess.CompletedProcess:
+def run(isa: str, step: int) -> subprocess.CompletedProcess:
     with contextlib.ExitStack() as stack:
         stack.callback(kernels.use_isa)
         try:
             kernels.use_isa(isa)
         except InvalidArgument:
             pytest.skip(f"this machine has no {isa}")
-    return subprocess.run([str(program(isa, change)), str(step)], capture_output=True, text=True, timeout=600)
+    return subprocess.run([str(program(isa)), str(step)], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("isa", OPTIONS)
@@ -62,20 +56,3 @@ def test_all_conversions(isa):
     done = run(isa, 1)
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.split()[0]) >= 4 * 2**32
-
-
-CHANGES = {
-    "a limit": ("0x477ff000", "0x477fefff"),
-    "no ties to even": ("+ 0x7fffu + ((u >> 16) & 1u)", "+ 0x8000u"),
-    "the exponent of subnormals": ("(128 - kBias) << 23", "(127 - kBias) << 23"),
-    "the largest fp8": ("0x43e00000, 0x7f", "0x43e80001, 0x7f"),
-    "fp8's NaN": ("0x43f00000, 0x7fc00000", "0x43f00001, 0x7fc00000"),
-    "a NaN that isn't seen": ("a > 0x7f800000 ?", "a > 0x7f800001 ?"),
-}
-
-
-@pytest.mark.sampled(one_in=10)
-@pytest.mark.parametrize("name", CHANGES)
-def test_planted_errors_are_caught(name):
-    done = run("baseline", 1009, CHANGES[name])
-    assert done.returncode == 1, done.stdout

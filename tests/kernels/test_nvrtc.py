@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from ctypes import sizeof
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,9 @@ def test_every_kernel_has_a_source():
     assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
 
 
-@pytest.mark.sampled(one_in=6)  # the compiler takes up to eight seconds for each
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [arch if arch == "sm_90" else pytest.param(arch, marks=pytest.mark.thorough) for arch in ARCHITECTURES]
+)
 @pytest.mark.parametrize("source", SOURCES)
 def test_registers(source, arch, record_property):
     used = usage(source, arch)
@@ -51,7 +53,7 @@ def test_every_kernel_but_the_last_step_of_the_statistics_has_its_bytes_counted(
     assert set(CASES) <= {kernel.name for kernel in KERNELS} and {kernel for kernel, _ in TOO_FEW} <= set(CASES)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", SOURCES)
 def test_loads_of_a_thread(source):
     """All that `in_flight` counts is on its way before a thread waits, by the PTX."""
@@ -59,7 +61,7 @@ def test_loads_of_a_thread(source):
         assert kernel not in CASES or nbytes >= CASES[kernel].loads, f"{kernel}: {nbytes}"
 
 
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("arch", ["compute_80", "compute_90"])
 def test_fp8_is_rounded_by_the_instruction_where_there_is_one(arch):
     ptx = cuda.compile_source("quantize.cu", arch)[0].decode()
@@ -75,7 +77,7 @@ INEXACT = re.compile(r"^.*\b(?:fma|mad)\.(?:\w+\.)*f(?:32|64)\b.*$|^.*\.(?:ftz|a
 NO_FMA = "#define fma(a, b, c) (a)\n#define fmaf(a, b, c) (a)\n"
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", SOURCES)
 def test_arithmetic_is_ieee(source, monkeypatch):
     text = NO_FMA + cuda.source_text(source)
@@ -92,11 +94,8 @@ def test_the_look_at_arithmetic_sees(monkeypatch):
         assert INEXACT.findall(cuda.compile_source("k.cu", "compute_80", option)[0].decode()), option
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_arguments_fit(kernel):
-    from ctypes import sizeof
-
-    assert sizeof(kernel.args) <= PARAMETERS
+def test_arguments_fit():
+    assert all(sizeof(kernel.args) <= PARAMETERS for kernel in KERNELS)
 
 
 def test_what_nvrtc_opens_by_its_bare_name_is_loaded(tmp_path):

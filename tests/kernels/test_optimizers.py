@@ -18,7 +18,6 @@ from tests.kernels.ways import ISAS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 LR = 1e-3
-SIZES = [0, 1, 3, 1023, 4095, 4096, 4097, 10007, 33 * 4096 + 5]
 STATES = {
     "sgd": ("momentum",),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -147,7 +146,7 @@ def test_same_bits_as_torch_with_the_nearest_square_root(rule, dtype, monkeypatc
     train(rule, dtype, 5, check)
 
 
-@pytest.mark.parametrize("step", [1, 2, 1000, 12345, 10**6])
+@pytest.mark.parametrize("step", [1, 1000, 10**6])
 def test_bias_corrections_of_late_steps(step):
     param = torch.nn.Parameter(values(1000, F64, 1))
     optimizer = torch_optimizer("adamw", param)
@@ -217,7 +216,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
-@pytest.mark.parametrize("rule", ["sgd", "sgd nesterov", "adam decay", "adamw amsgrad"])
+@pytest.mark.parametrize("rule", ["sgd nesterov", "adam decay", "adamw amsgrad"])
 def test_against_float64(rule, param_type, grad_type, master):
     a = make(rule, 9001, param_type, grad_type, master)
     start = wide(a.get("master", a["param"]))
@@ -278,9 +277,8 @@ def spoil(a):
             tensor[i] = odd[(i // len(odd) if shift % 2 else i) % len(odd)]
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
-@pytest.mark.parametrize("rule", ["sgd", "sgd dampening", "adam decay", "adam betas", "adamw", "adamw amsgrad"])
+@pytest.mark.parametrize("rule", ["sgd dampening", "adam decay", "adamw amsgrad"])
 def test_all_paths_give_the_same_bits(rule, param_type, grad_type, master):
     seed = 77 if param_type == BF16 else None
 
@@ -309,7 +307,7 @@ def guarded(tensor, offset):
 
 
 @pytest.mark.parametrize("path", [*ISAS, *PATHS])
-@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("count", [0, 3, 4095, 4097, 33 * 4096 + 5])
 def test_sizes_and_unaligned_views(count, path):
     if path.startswith("shim") and count > 5000 and not path.endswith("64 reverse"):
         pytest.skip("slow, and no other tiles than at the other sizes")
@@ -474,7 +472,7 @@ def rounded(value, count, **how):
     return param
 
 
-@pytest.mark.parametrize("share", [0.0, 1 / 65536, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.0, 1 / 65536, 0.25, 0.9])
 def test_rounding_at_random_has_the_right_mean(share):
     count = 1 << 18
     above = (rounded(1 + share / 128, count, seed=4).float() - 1) * 128

@@ -32,9 +32,7 @@ from .wire_cases import (
 
 
 # ---- Dequantize, reduce_wires.
-@pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("add", [False, True], ids=["set", "add"])
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize(("dtype", "add"), [(dtype, number % 2 == 0) for number, dtype in enumerate(FLOATING)], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_reduce_wires(format, dtype, add):
     for count, block, n in ((0, 128, 1), (1, 512, 2), (4097, 128, 3), (9973, 256, 4), (1023, 512, 1), (MANY, 256, 2)):

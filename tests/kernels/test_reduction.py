@@ -193,9 +193,8 @@ def cases_of(source: str) -> list[Case]:
     return cases
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+@pytest.mark.parametrize("way", [*HOST[:-2], HOST[-1], TEXT[1]], ids=str)
 def test_bits(way, source):
     with by(way):
         for case in cases_of(source):

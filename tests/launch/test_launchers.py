@@ -41,20 +41,18 @@ def test_torchrun():
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 def test_torchrun_starts_the_ranks_again():
     command = torchrun(2, "--standalone", "--max-restarts", "1", *worker(30, "init", "restart", "reopen")[1:])
     results = run((forked(command), clean_environment()), results=2)
     check(results, 2, "torchrun", sums=2)
 
 
-@pytest.mark.sampled(one_in=4)
 def test_torchrun_with_the_process_group_first():
     command = torchrun(2, "--master-port", str(free_port()), *worker(30, "group-first", "init", "reopen")[1:])
     check(run((forked(command), clean_environment()), results=2), 2, "torchrun", sums=2)
 
 
-@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_mpi_without_an_address_two_jobs_at_once(program):
     """They keep apart; the ranks of one stand behind shells that stay, and have no parent in common."""
@@ -66,7 +64,7 @@ def test_mpi_without_an_address_two_jobs_at_once(program):
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_mpi_with_an_address_a_hostfile_and_more_ranks_than_slots(program, tmp_path):
     hosts = tmp_path / "hosts"
@@ -91,7 +89,7 @@ def test_open_mpi_refuses_more_ranks_than_slots_by_itself(tmp_path):
     assert done.returncode != 0 and "not enough slots" in done.stderr and "RESULT" not in done.stdout
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 def test_torchrun_started_by_srun_and_mpirun_in_a_batch_script():
     batch = {"SLURM_NTASKS": 4, "SLURM_PROCID": 0, "ENVIRONMENT": "BATCH"}
     command = [*mpi("mpirun.openmpi", 1), sys.executable, SRUN, "-n", "1"]
@@ -142,7 +140,6 @@ def test_rank_and_world_size_alone():
     check(run(*((worker(30, "init", "reopen"), env) for env in ranks), results=3), 3, "env", sums=2)
 
 
-@pytest.mark.sampled(one_in=4)
 def test_rank_and_world_size_behind_shells_with_a_job_id():
     ranks = [clean_environment(COLLECTIVES_JOB_ID=f"test {os.getpid()}") for _ in range(2)]
     command = 'export RANK=$0 WORLD_SIZE=2; "$@"; exit $?'

@@ -119,7 +119,7 @@ def test_variables_and_horovodruns_options(prepared):
 # ---- Real ranks.
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 def test_two_jobs_at_once():
     job = [*RUN, "-n", "2", *worker(30, "init", "group", "reopen")[1:]]
     results = run((forked(job), clean_environment()), (forked(job), clean_environment()), results=4)
@@ -143,12 +143,10 @@ def script(tmp_path, text):
     ],
     ids=["exit code", "signal"],
 )
-@pytest.mark.sampled(one_in=4)
 def test_the_rank_that_failed_first_is_named(tmp_path, end, code, told):
     check_first(script(tmp_path, f"if rank == '1': {end}\ntime.sleep(60)\n"), code, told)
 
 
-@pytest.mark.sampled(one_in=4)
 def test_a_rank_that_raises_failed_before_those_whose_calls_fail_with_it(tmp_path):
     """Rank 1 ends seconds after rank 0 has noticed: its exception is what is told, not that of rank 0."""
     raising = "import atexit, collectives\ncomm = collectives.init()\n"

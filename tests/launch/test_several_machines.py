@@ -41,7 +41,6 @@ def namespaces():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
-@pytest.mark.sampled(one_in=4)
 def test_two_real_namespaces(namespaces):
     """What they have in common is the link between them: neither local sockets nor the loopback."""
     port = free_port()
@@ -94,7 +93,6 @@ def test_each_way_to_meet(way):
     assert [result["local_rank"] for result in results] == [0, 1, 0, 1], results
 
 
-@pytest.mark.sampled(one_in=4)
 def test_torchrun_on_two_nodes():
     """The agents' store is the one that lasts; a process group is open before, and another one comes after."""
     port = free_port()

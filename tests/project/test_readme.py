@@ -1,4 +1,4 @@
-"""What the README and the pages say is so: programs run, the path of a call is taken, variables and files are there."""
+"""What the README and the pages say is so: programs run, and the path of a call is taken."""
 
 import os
 import re
@@ -7,7 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from collectives.environment import KNOWN
 from tests.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,16 +34,9 @@ def run_alone(text):
     return done.stdout
 
 
-def test_all_programs_are_found():
-    words = ["fused_allreduce", "collectives.init()"]  # the README's
-    words += ["hvd.DistributedOptimizer", "fused_allreduce", "HookState", "ShardedDataParallel", "AveragedModel"]
-    words += ["collectives.init()", "gather_config", "GradientBuckets", "kernels.pack"]
-    assert len(PROGRAMS) == len(words)
-    assert all(word in program for word, program in zip(words, PROGRAMS, strict=True))
-
-
 def test_programs_run():
     """One after the other in one process, each with names of its own."""
+    assert PROGRAMS
     names = [f"program {number}" for number in range(1, len(PROGRAMS) + 1)]
     lines = [
         f"exec(compile({program!r}, {name!r}, 'exec'), {{'__name__': '__main__'}}); print({name!r})"
@@ -93,20 +85,3 @@ print(*hops, comm._native.sequence() - before, comm.engine.library.path.rpartiti
 def test_the_path_of_one_call_is_taken():
     assert PATH in " ".join(ARCHITECTURE.split())
     assert run_alone(TRACER).split() == [*PATH.split(" -> ")[:4], "1", "libcollectives_host.so"]
-
-
-def test_all_variables_are_listed():
-    page = (ROOT / "docs" / "environment.md").read_text()
-    listed = set(re.findall(r"COLLECTIVES_[A-Z]+(?:_[A-Z]+)*", page))
-    sources = [*ROOT.glob("collectives/**/*.p[yx]*"), *ROOT.glob("host/*"), ROOT / "tests" / "conftest.py"]
-    names = re.compile(r"\bCOLLECTIVES_[A-Z]+(?:_[A-Z]+)*\b")
-    used = {name for path in sources if path.suffix != ".pyc" for name in names.findall(path.read_text())}
-    assert listed == used == KNOWN
-
-
-def test_files_that_they_name_exist():
-    text = README + "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("architecture", "examples"))
-    named = set(re.findall(r"`((?:collectives|host|kernels|docs|examples)/[\w./]+)`", text))
-    named |= set(re.findall(r"\]\(([\w./]+)\)", README))
-    assert len(named) >= 40
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

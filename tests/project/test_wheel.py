@@ -73,7 +73,7 @@ def bare(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(one_in=9)  # of the three here: most commits build no wheel, which takes half a minute
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["files", "tag", "program"])
 def test_a_wheel(what, made, request, tmp_path):
     checks = {"files": check_files, "tag": check_tag, "program": check_program}

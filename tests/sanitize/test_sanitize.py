@@ -28,8 +28,8 @@ def has_sanitizer(flag: str, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("name", "flag", "last"),
     [
-        pytest.param("thread", "thread", "all scenarios passed", marks=pytest.mark.sampled(one_in=8)),
-        pytest.param("address", "address,undefined", "all scenarios passed", marks=pytest.mark.sampled(one_in=8)),
+        pytest.param("thread", "thread", "all scenarios passed", marks=pytest.mark.thorough),
+        pytest.param("address", "address,undefined", "all scenarios passed", marks=pytest.mark.thorough),
         pytest.param("conformance", "address,undefined", " passed", marks=pytest.mark.thorough),
     ],
 )

@@ -141,7 +141,7 @@ def cases_of(size):
     return [*cases, {(6, rank): PLACES[1 + rank] for rank in range(size)}]
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.sampled(one_in=3)) for n in (3, 4))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.thorough) for n in (3, 4))])
 def test_a_loop_that_skips_bad_batches(size):
     cases = cases_of(size)
     check_in_step(run_ranks(skips_bad_batches, size, cases), cases, size)

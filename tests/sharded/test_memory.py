@@ -122,7 +122,6 @@ def all_cases(ctx, cases):
     return found
 
 
-@pytest.mark.sampled(one_in=3)
 def test_measured_peak_is_the_planned_one(tmp_path):
     for found in run(all_cases, 2, str(tmp_path / "store"), list(CASES), timeout=180):
         for case, (peaks, planned, as_is, text, spare) in found.items():

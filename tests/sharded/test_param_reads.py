@@ -104,7 +104,7 @@ def encode(ctx, ways, reshard):
 
 @pytest.mark.parametrize(
     ("ranks", "reshard"),
-    [(2, True), *(pytest.param(*each, marks=pytest.mark.sampled(one_in=2)) for each in ((2, False), (3, True)))],
+    [(2, True), *(pytest.param(*each, marks=pytest.mark.thorough) for each in ((2, False), (3, True)))],
 )
 def test_transformer_encoder(ranks, reshard, tmp_path):
     assert torch.backends.mha.get_fastpath_enabled()
@@ -199,7 +199,6 @@ def read(ctx):
     return found
 
 
-@pytest.mark.sampled(one_in=2)
 def test_reads_of_inner_modules(tmp_path):
     for found in run(read, 3, str(tmp_path / "store")):
         assert not {key: value for key, value in found.items() if value}

@@ -60,7 +60,7 @@ def loads(ctx, folder, pieces, holders):
 
 @pytest.mark.parametrize(
     ("before", "after", "holders"),
-    [(3, 2, (0, 1, 0)), pytest.param(2, 3, (2, 1), marks=pytest.mark.sampled(one_in=2)),
+    [(3, 2, (0, 1, 0)), pytest.param(2, 3, (2, 1), marks=pytest.mark.thorough),
      pytest.param(4, 1, (0, 0, 0, 0), marks=pytest.mark.thorough)],
 )  # fmt: skip
 def test_pieces_are_loaded_on_other_ranks(tmp_path, before, after, holders):

@@ -207,13 +207,11 @@ def check(ranks, seeds, *, overlaps):
         assert found == {}
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
 def test_programs(overlaps):
     check(2, [1], overlaps=overlaps)
 
 
-@pytest.mark.sampled(one_in=2)
 def test_programs_on_three_ranks():
     check(3, [22], overlaps=True)
 

@@ -31,8 +31,10 @@ def train_all_ways(ctx, rules):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "rules"), [(2, list(RULES)), (4, ["adamw, foreach", "our sgd"])])
-@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize(
+    ("ranks", "rules"),
+    [(2, list(RULES)), pytest.param(4, ["adamw, foreach", "our sgd"], marks=pytest.mark.thorough)],
+)
 def test_bit_for_bit(ranks, rules, tmp_path):
     for rank, found in enumerate(run(train_all_ways, ranks, str(tmp_path / "store"), rules)):
         assert len(found) == len(rules) * (len(STRATEGIES) + 1)

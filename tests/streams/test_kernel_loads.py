@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import collectives
-from collectives.sharded import MixedPrecisionPolicy, fully_shard
+from collectives.sharded import fully_shard
 from tests.ddp.training import make_model, over_gloo, run, wrap
 from tests.ranks import run_ranks
+from tests.streams.programs import batches_on, loss_of
 from tests.streams.simulated import needs_simulation
-from tests.streams.test_ddp import batches_on, loss_of
 
 pytestmark = needs_simulation
 
@@ -28,11 +28,9 @@ def buckets(ctx, model, options):
 
 
 def sharded(ctx, model, options):
-    options = dict(options)
-    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if options.pop("mixed", None) else {}
     state = collectives.HookState(comm=ctx.communicator(), **options)
     for module in (model[0], model[2], model):
-        fully_shard(module, comm=ctx.communicator(), hook_state=state, **policy)
+        fully_shard(module, comm=ctx.communicator(), hook_state=state)
     return model, None
 
 
@@ -55,24 +53,20 @@ def loads_in_steps(ctx, front_end, options):
     return before, kernels.loads[len(before) :]
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     ("front_end", "options", "expected"),
     [
-        ("hook", {}, []),
         ("hook", {"wire": "int8", "error_feedback": True, "max_norm": 0.1}, ["coll_quantize", "coll_finish"]),
         ("hook", {"optimizer": "AdamW", "max_norm": 0.1}, ["coll_adam", "coll_finish"]),
-        ("hook", {"deterministic": True}, ["coll_reduce"]),
         ("buckets", {"wire": "bf16"}, ["coll_quantize", "coll_cast_f32_f32"]),
         ("sharded", {"gather": "int8", "check_finite": True}, ["coll_dequantize", "coll_cast", "coll_copy"]),
-        ("sharded", {"mixed": True, "max_norm": 0.1}, ["coll_cast", "coll_copy"]),
     ],
     ids=str,
 )
 def test_no_kernel_is_loaded_in_a_step(tmp_path, front_end, options, expected):
     for before, later in run(loads_in_steps, 2, tmp_path / "group", front_end, options, device="simulated"):
         assert later == []
-        assert set(expected) <= set(before) and bool(before) == bool(expected)
+        assert set(expected) <= set(before)
 
 
 def loads_of_horovod(ctx):

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import collectives
 from collectives.errors import InvalidUsage, RemoteError
@@ -17,17 +16,15 @@ from collectives.sharded import (
     CPUOffloadPolicy,
     FullParamOptimizer,
     MixedPrecisionPolicy,
-    ModuleWrapPolicy,
     ShardedDataParallel,
-    ShardingStrategy,
     fully_shard,
     uneven,
 )
 from collectives.sharded.gather_windows import get_gather_comm, get_windows
 from tests.ddp.training import make_model, over_gloo, run
 from tests.ranks import run_ranks
+from tests.streams.programs import batches_on, compare, loss_of, nearly, on_host
 from tests.streams.simulated import needs_simulation, steps
-from tests.streams.test_ddp import batches_on, compare, loss_of, nearly, on_host
 
 pytestmark = needs_simulation
 
@@ -49,44 +46,6 @@ def units_of(model, **options):
     for layer in (model[0], model[2], model[4]):
         fully_shard(layer, **options)
     return fully_shard(model, **options)
-
-
-@over_gloo
-def by_strategy(ctx, strategy):
-    model = ShardedDataParallel(
-        make_model().to(ctx.device),
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        comm=ctx.communicator(),
-    )
-    return train(ctx, model, torch.optim.AdamW(model.parameters(), 0.01))
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "SHARD_OPTIMIZER"])
-def test_strategies(tmp_path, strategy):
-    compare(by_strategy, tmp_path, strategy)
-
-
-@over_gloo
-def by_units(ctx, kind):
-    model = make_model().to(ctx.device)
-    options = {
-        "plain": {},
-        "kept": {"reshard_after_forward": False},
-        "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-        "offload": {"offload_policy": CPUOffloadPolicy()},
-        "int8": {"hook_state": collectives.HookState(comm=ctx.communicator(), wire="int8")},
-        "norm": {"hook_state": collectives.HookState(comm=ctx.communicator(), max_norm=0.1)},
-    }[kind]
-    units_of(model, comm=ctx.communicator(), **options)
-    rule = collectives.optim.AdamW if kind in ("plain", "offload") else torch.optim.AdamW
-    return train(ctx, model, rule(model.parameters(), 0.01), waits=kind == "offload")
-
-
-@pytest.mark.parametrize("kind", ["plain", "kept", "bf16", "offload", "int8", "norm"])
-@pytest.mark.sampled(one_in=2)
-def test_units(tmp_path, kind):
-    compare(by_units, tmp_path, kind, same=nearly if kind in ("norm", "bf16") else torch.equal)
 
 
 class Pair:
@@ -152,6 +111,8 @@ def whole_params_offloaded(ctx):
 
 def test_whole_parameters_of_shards_on_the_host_are_refused(tmp_path):
     assert all(run(whole_params_offloaded, 2, tmp_path / "simulated", device="simulated"))
+
+
 class Reads(nn.Sequential):
     """Computes with layers' weights before it calls them, after that, and without calling them."""
 
@@ -180,10 +141,6 @@ def by_reads(ctx, kind):
 @pytest.mark.parametrize("kind", ["plain", "list", "bf16"])
 def test_reads_lists_and_hooks(tmp_path, kind):
     compare(by_reads, tmp_path, kind, same=nearly)
-
-
-def test_offload_of_one_rank(tmp_path):
-    compare(by_units, tmp_path, "offload", ranks=1)
 
 
 @over_gloo
@@ -226,18 +183,6 @@ def on_two_streams(ctx, kind):
 @pytest.mark.parametrize("kind", ["plain", "gathered as int8"])
 def test_two_streams(tmp_path, kind):
     run(on_two_streams, 2, tmp_path / "simulated", kind, device="simulated")
-
-
-@over_gloo
-def hybrid(ctx):
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = units_of(make_model().to(ctx.device), mesh=mesh)
-    return train(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-@pytest.mark.sampled(one_in=2)
-def test_hybrid(tmp_path):
-    compare(hybrid, tmp_path, ranks=4, same=nearly)  # NCCL sums a part over shards, then over replicas
 
 
 # ---- Buffers that units use in turn.

@@ -84,7 +84,7 @@ COLL_FN bool coll_left_out(const coll_update& u) { return coll_value(u.nonfinite
 
 COLL_FN double coll_gradient_factor(const coll_update& u) {
   double scale = coll_value(u.grad_scale), clip = coll_value(u.clip);
-  double factor = u.flags & COLL_DIVIDE ? clip / scale : clip * scale;
+  double factor = COLL_MUTANT(18, u.flags & COLL_DIVIDE, 0) ? clip / scale : clip * scale;
   return u.flags & COLL_MAXIMIZE ? -factor : factor;
 }
 
@@ -133,7 +133,7 @@ COLL_FN coll_sgd_rule<double> coll_rule_of(const coll_sgd_args& a, const coll_pa
   r.seed = coll_step_seed(a.update.seed, (int64_t)coll_value(row.step));
   r.decays = r.decay != 0;
   r.has_momentum = row.first != 0;
-  r.begins = coll_value(row.step) == 1.0;
+  r.begins = coll_value(row.step) == COLL_MUTANT(17, 1.0, 0.0);
   r.nesterov = (a.update.flags & COLL_NESTEROV) != 0;
   return r;
 }

@@ -219,7 +219,7 @@ COLL_FN coll_quantize_args coll_part_of(coll_quantize_args a, int64_t part) {
   int64_t first = part * a.parts.stride;
   a.to.wire = (char*)a.to.wire + part * a.parts.wire_stride;
   if (a.to.residual) a.to.residual = (char*)a.to.residual + first * coll_width(a.to.residual_type);
-  a.to.position += first;
+  a.to.position += COLL_MUTANT(14, first, 0);
   a.to.count = coll_count_of(a.parts, a.to.count, part);
   a.source = (const char*)a.source + first * coll_width(a.source_type);
   a.work.tiles = coll_tiles_of(a.to.count);

@@ -9,6 +9,7 @@
 #define COLL_TILE_H_
 
 #include "kernel_abi.h"
+#include "mutant.h"
 #include "numeric.h"
 #include "ops.h"
 
