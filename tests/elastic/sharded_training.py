@@ -1,5 +1,4 @@
-"""An elastic training of a model in shards with faults, run by the tests and by benchmarks/faults as a
-program.
+"""An elastic training of a model in shards with faults, run by the tests as a program.
 
 FAULTS, PAUSE and OUT: as in training.py, with the points "refresh N", on the thread that sends the
 shards, and "attach N". EVERY: commits of a version. REPLICAS: copies of each shard. SAVES: a directory
@@ -7,8 +6,7 @@ for a checkpoint of each commit. KEPT: a directory of a Checkpointer, which save
 from whose newest checkpoint a job begins. JOIN: with fewer ranks a commit waits for one that joins.
 WHOLE: if set, a step begins when all ranks have their copies of the last version. DTYPE: of the model.
 Each rank that finishes writes a line of JSON to OUT, whose "starts" has how many ranks went on from which
-commit. RECORDS: a file to which all processes add what their copies come to, a line of JSON each; see
-`record`.
+commit.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import collectives
 from collectives import elastic
 from collectives.elastic import sharded_state
 from collectives.elastic.replicas import Refresh
-from collectives.errors import CollectivesError
 from collectives.rendezvous import world
 from collectives.sharded import Checkpointer, fully_shard, get_model_state_dict, load, save
 from collectives.sharded import get_optimizer_state_dict as optimizer_state
@@ -40,36 +37,16 @@ JOIN, WHOLE = int(os.environ.get("JOIN", "0")), "WHOLE" in os.environ
 DTYPE = getattr(torch, os.environ.get("DTYPE", "float32"))
 
 
-def record(what: str, **more) -> None:
-    """Add a line to RECORDS: what this process has come to, with the version, as [commit, generation]."""
-    if "RECORDS" not in os.environ:
-        return
-    line = json.dumps({"what": what, "pid": os.getpid(), **more}) + "\n"
-    file = os.open(os.environ["RECORDS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.write(file, line.encode())
-    os.close(file)
-
-
 class FaultyRefresh(Refresh):
     def run(self) -> None:
-        version = self._version
-        record("refresh", key=self._key, rank=version.rank, size=version.size)
         pass_point("refresh")
         super().run()
-        owners = [copy.owner for copy in version.copies if copy.owner is not None]
-        record("refreshed" if self._error is None else "failed", key=self._key, rank=version.rank, owners=owners)
 
 
 class State(elastic.ShardedState):
     def sync(self) -> None:
         pass_point("sync")
         super().sync()
-
-    def _take(self, number: int) -> None:
-        super()._take(number)
-        if self.channel.size == 1:  # whole at once, and on no other rank
-            for what in ("refresh", "refreshed"):
-                record(what, key=self._newest, rank=0, size=1, owners=[])
 
 
 def make_model(dtype=DTYPE):
@@ -147,9 +124,7 @@ def train_from(state, model, optimizer, scheduler, data, target, checkpointer=No
             extra = make_extra(state, scheduler)
             save(Path(SAVES) / f"commit_{state.commits}", model, optimizer, extra=extra, overwrite=True)
         if checkpointer is not None and state.commits % KEEP == 0:
-            record("saves", step=state.commits)
             checkpointer.save(state.commits, model, optimizer, extra=make_extra(state, scheduler), block=True)
-            record("saved", step=state.commits)
         pass_point("commit")
         while comm.size < JOIN and not world.has_joiners():
             time.sleep(0.02)
@@ -229,7 +204,6 @@ def main() -> None:
         pass_point("attach")
         state.attach(model, optimizer, scheduler=scheduler)
         comm = elastic.communicator()
-        record("start", key=[state._number, state._generation], rank=comm.rank, size=comm.size)
         if state.commits == 0 and checkpointer is not None:
             loaded = checkpointer.load_latest(model, optimizer)
             if loaded is not None:
@@ -241,11 +215,7 @@ def main() -> None:
     pass_point("start")
     collectives.init()
     pass_point("init")
-    try:
-        row = train(make_state(checkpointer=checkpointer))
-    except CollectivesError as error:
-        record("error", kind=type(error).__name__, peers=error.peers, text=str(error))
-        raise
+    row = train(make_state(checkpointer=checkpointer))
     with open(f"{os.environ['OUT']}.{os.getpid()}", "w") as file:
         file.write(json.dumps({**row, "starts": starts}))
 

@@ -1,4 +1,4 @@
-"""An elastic training with faults, run by the tests and by benchmarks/faults as a program.
+"""An elastic training with faults, run by the tests as a program.
 
 FAULTS: JSON, a list of {"rank": as launched, "life": 0 for the first process of that rank, "at": "step
 N", "commit N", "sync N", "init", "group N" before torch's group is opened, or another point's name,

@@ -1,37 +1,29 @@
-"""Ranks that lack something (benchmarks/faults/resources.py): some seeds of each kind."""
+"""Ranks that lack something (tests/faults/resources.py): some seeds of each kind, and what once went wrong."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from benchmarks.faults import resources
+from tests.faults.resources import Plan, make_plan, run_plan
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system, as root alone may")
-# What these have found: a dump of the flight recorder left a part of a file on a full disk (26); ranks of several nodes
-# didn't learn which of them had no descriptor (132), and not that no thread could be started (109).
-ONCE_WRONG = [pytest.param(26, marks=needs_root), 109, 132]
-
-
-def kind_of(seed: int):
-    kind = resources.make_plan(seed).kind
-    marks = [needs_root] if kind in ("disk", "shm") else []
-    return pytest.param(seed, id=f"{kind}-{seed}", marks=marks)
+# Ranks of several nodes didn't learn which of them had no descriptor, nor that one could start no thread.
+ONCE_WRONG = [
+    pytest.param(Plan(132, "descriptors", 4, "aabb", (1,), "init", 9), id="descriptors"),
+    pytest.param(Plan(109, "memory", 3, "aab", (0, 1, 2), "split", 16351.9), id="threads", marks=pytest.mark.thorough),
+]
 
 
-@pytest.mark.parametrize("seed", [kind_of(seed) for seed in range(6, 8)])
-def test_a_rank_lacks_something(seed):
-    assert resources.run_trial(seed)["wrong"] == []
+@pytest.mark.parametrize("seed", [6, 8, 10])
+def test_a_rank_lacks_descriptors(seed):
+    assert run_plan(make_plan(seed))["wrong"] == []
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", ONCE_WRONG)
-def test_what_has_once_gone_wrong(seed):
-    assert resources.run_trial(seed)["wrong"] == []
+@pytest.mark.parametrize("plan", ONCE_WRONG)
+def test_what_has_once_gone_wrong(plan):
+    assert run_plan(plan)["wrong"] == []
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", [kind_of(seed) for seed in range(20_000, 20_120)])
+@pytest.mark.parametrize("seed", range(20_000, 20_060))
 def test_many_trials(seed):
-    assert resources.run_trial(seed)["wrong"] == []
+    assert run_plan(make_plan(seed))["wrong"] == []

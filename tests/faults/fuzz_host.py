@@ -1,37 +1,32 @@
-"""Fuzzing of the host engine's bootstrap: the program of tests/faults/fuzz_host.cpp, under the address
-and undefined-behaviour sanitizers, with counts of the lines that were run.
+"""Fuzzing of the host engine's bootstrap: the program of fuzz_host.cpp, under the address and undefined-behaviour
+sanitizers.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import shutil
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.rank_process import ROOT
+
 __all__ = ["TARGETS", "build", "run_trial"]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD = ROOT / "build" / "fuzz"
-# The targets, and the source whose lines each reaches.
-TARGETS = {
-    "message": "handshake", "admit": "admission", "knock": "admission", "serve": "bootstrap", "join": "bootstrap",
-}  # fmt: skip
+TARGETS = ("message", "admit", "knock", "serve", "join")
 _FLAGS = "-std=c++17 -g1 -O1 -fno-omit-frame-pointer -pthread -Ikernels/include -Ihost -fsanitize=address,undefined"
 # Not enum: what comes may be any number, and refusing the wrong ones is what the engine does.
 _FLAGS += " -fno-sanitize=enum -fno-sanitize-recover=all"
-_MEASURED = ("admission", "handshake", "bootstrap", "hmac")
 _CHUNK = 5000  # inputs of a process
 LIMIT = 1200.0  # seconds of a process
 
 
 def build() -> Path:
     """Compile what has changed; return the program."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    compiler = [*shlex.split(os.environ.get("CXX", "g++")), *_FLAGS.split()]
     BUILD.mkdir(parents=True, exist_ok=True)
     headers = [*ROOT.glob("host/*.h"), *ROOT.glob("kernels/include/coll/*.h")]
     newest = max(path.stat().st_mtime for path in headers)
@@ -39,19 +34,16 @@ def build() -> Path:
     def compile_one(source: Path) -> Path:
         made = BUILD / f"{'_'.join(source.relative_to(ROOT).with_suffix('').parts)}.o"
         if not made.exists() or made.stat().st_mtime < max(newest, source.stat().st_mtime):
-            made.with_suffix(".gcda").unlink(missing_ok=True)
-            flags = [*_FLAGS.split(), *(["--coverage"] if source.stem in _MEASURED else [])]
-            flags += ["-DCOLL_ISA=baseline"] if "kernels" in source.parts else []
-            command = [*compiler, *flags, "-c", str(source.relative_to(ROOT)), "-o", str(made)]
-            subprocess.run(command, cwd=ROOT, check=True)
+            flags = ["-DCOLL_ISA=baseline"] if "kernels" in source.parts else []
+            subprocess.run([*compiler, *flags, "-c", str(source), "-o", str(made)], cwd=ROOT, check=True)
         return made
 
     sources = [*ROOT.glob("host/*.cpp"), *ROOT.glob("kernels/host/*.cpp"), ROOT / "tests" / "faults" / "fuzz_host.cpp"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources))
     program = BUILD / "fuzz_host"
-    if not program.exists() or program.stat().st_mtime < max(each.stat().st_mtime for each in objects):
-        subprocess.run([*compiler, *_FLAGS.split(), "--coverage", *map(str, objects), "-o", str(program)], check=True)
+    if not program.exists() or program.stat().st_mtime < max(made.stat().st_mtime for made in objects):
+        subprocess.run([*compiler, *map(str, objects), "-o", str(program)], cwd=ROOT, check=True)
     return program
 
 
@@ -59,8 +51,6 @@ def run_trial(seed: int, target: str, inputs: int) -> dict:
     """Run one target's inputs of a seed; return its row."""
     program, began = build(), time.monotonic()
     row = {"trial": "fuzz", "target": target, "seed": seed, "inputs": inputs, "read": 0, "refused": 0, "wrong": []}
-    for path in BUILD.glob("*.gcda"):
-        path.unlink()
     for first in range(0, inputs, _CHUNK):
         command = [str(program), target, str(seed), str(first), str(min(_CHUNK, inputs - first))]
         try:
@@ -77,19 +67,4 @@ def run_trial(seed: int, target: str, inputs: int) -> dict:
         _, read, refused = map(int, done.stdout.split())
         row["read"] += read
         row["refused"] += refused
-    return {**row, **_count_lines(TARGETS[target]), "seconds": round(time.monotonic() - began, 1)}
-
-
-def _count_lines(source: str) -> dict:
-    """Return how many lines of a source of the host engine were run."""
-    if not shutil.which("gcov"):
-        return {}
-    done = subprocess.run(
-        ["gcov", "-n", "-o", str(BUILD / f"host_{source}.o"), f"host/{source}.cpp"], cwd=ROOT, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    found = re.search(rf"File '[^']*{source}\.cpp'\nLines executed:([\d.]+)% of (\d+)", done.stdout)
-    if found is None:
-        return {}
-    lines = int(found[2])
-    return {"lines": lines, "reached": round(float(found[1]) * lines / 100)}
+    return {**row, "seconds": round(time.monotonic() - began, 1)}

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from benchmarks.faults.kills import shorten
-from tests.hosts import apart
+from tests.faults.kills import open_on, shorten
 from tests.ranks import RankFailure, run_ranks
 
 __all__ = ["Step", "make_plan", "run_trial"]
@@ -140,13 +139,9 @@ def excused(plan: dict, at: int, steps: list[Step], found: dict, results: list[d
 def take_part(ctx, plan: dict) -> dict:
     """One rank's part of a trial."""
     import collectives
-    import collectives.rendezvous.world as world
 
-    world._generation, world._world = 0, None  # processes that are used again have opened other worlds before
-    if not plan["machines"]:
-        return run_program(ctx, plan, ctx.new_communicator(timeout=TIMEOUT))
-    with apart(ctx, plan["machines"]):
-        comm = collectives.init()
+    with open_on(ctx, plan["machines"]):
+        comm = collectives.init() if plan["machines"] else ctx.new_communicator()
         comm.timeout = TIMEOUT
         return run_program(ctx, plan, comm)
 

@@ -7,6 +7,8 @@ then shrink, and their sums are right.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import random
 import signal
@@ -20,7 +22,7 @@ import torch
 from tests.hosts import apart
 from tests.ranks import RankFailure, run_ranks
 
-__all__ = ["KINDS", "Plan", "make_plan", "run_trial"]
+__all__ = ["Plan", "make_plan", "open_on", "run_trial", "shorten"]
 
 SOON = 5.0  # seconds, promised
 TIMEOUT = 1.5  # of the communicator where a rank is stopped
@@ -71,7 +73,7 @@ def make_plan(seed: int) -> Plan:
 
 
 def run_trial(seed: int) -> dict:
-    """Run the trial of a seed; return its row: the plan, "ok" or what was wrong, and the seconds."""
+    """Run the trial of a seed; return its row: the plan, what was wrong, and the seconds until the last error."""
     plan = make_plan(seed)
     row = {"trial": "kills", **asdict(plan), "wrong": []}
     try:
@@ -100,24 +102,27 @@ def shorten(failure: RankFailure) -> str:
 # ---- On each rank.
 
 
-def take_part(ctx, plan: Plan) -> dict:
-    """One rank's part of a trial."""
+@contextlib.contextmanager
+def open_on(ctx, machines: str):
+    """Let the ranks open communicators on such machines, "" for one, in processes that have opened others before."""
     import collectives.rendezvous.world as world
 
-    world._generation, world._world = 0, None  # processes that are used again have opened other worlds before
+    world._generation, world._world = 0, None
+    with apart(ctx, machines) if machines else contextlib.nullcontext():
+        yield
+
+
+def take_part(ctx, plan: Plan) -> dict:
+    """One rank's part of a trial."""
     clock = _Clock(ctx)
-    if plan.machines:
-        with apart(ctx, plan.machines):
-            return _Rank(ctx, plan, clock).run()
-    return _Rank(ctx, plan, clock).run()
+    with open_on(ctx, plan.machines):
+        return _Rank(ctx, plan, clock).run()
 
 
 class _Clock:
     """The moment of the first death, in a page that the ranks share by rank 0's file descriptor."""
 
     def __init__(self, ctx):
-        import mmap
-
         ends = os.memfd_create("moment") if ctx.rank == 0 else None
         if ends is not None:
             os.ftruncate(ends, 8)
