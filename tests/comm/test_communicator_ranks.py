@@ -24,19 +24,23 @@ def whole(rank, count, dtype=torch.float32):
     return (torch.arange(count) * 7 + rank * 3 + 1).to(dtype)
 
 
-def every_operation(ctx, count, name_of_dtype, use_async):
-    comm = ctx.communicator()
+def every_operation(comm, count, name_of_dtype, use_async):
+    """Make each call, blocking or not, in place too; on whatever device the communicator has."""
     dtype = getattr(torch, name_of_dtype)
     size, rank = comm.size, comm.rank
-    mine = [whole(r, count, dtype) for r in range(size)]
-    large = [whole(r, count * size, dtype) for r in range(size)]
+    mine = [whole(r, count, dtype).to(comm.device) for r in range(size)]
+    large = [whole(r, count * size, dtype).to(comm.device) for r in range(size)]
+
+    def zeros(*shape):
+        return torch.zeros(shape, dtype=dtype, device=comm.device)
+
     parts = [x.view(size, count) for x in large]
 
     def do(name, *args, **options):
         work = getattr(comm, name)(*args, async_op=use_async, **options)
         assert (work is not None) == use_async
         if work is not None:
-            assert work.wait(30)
+            assert work.wait()
 
     reduces = dtype not in (torch.bool, torch.complex64, torch.int16)
     if reduces:
@@ -49,7 +53,7 @@ def every_operation(ctx, count, name_of_dtype, use_async):
             do("reduce", t, root, "max")
             assert torch.equal(t, torch.stack(mine).amax(0) if rank == root else mine[rank])
         expected = sum(x.double() for x in parts)[rank]
-        out = torch.zeros(count, dtype=dtype)
+        out = zeros(count)
         do("reduce_scatter", out, large[rank].clone())
         assert torch.equal(out, expected.to(dtype))
         inp = large[rank].clone()
@@ -57,10 +61,10 @@ def every_operation(ctx, count, name_of_dtype, use_async):
         do("reduce_scatter", out, inp)  # in place
         assert torch.equal(out, expected.to(dtype))
     gathered = torch.stack(mine)
-    out = torch.zeros(size, count, dtype=dtype)
+    out = zeros(size, count)
     do("all_gather", out, mine[rank])
     assert torch.equal(out, gathered)
-    out = torch.zeros(size, count, dtype=dtype)
+    out = zeros(size, count)
     out[rank] = mine[rank]
     do("all_gather", out, out[rank])  # in place
     assert torch.equal(out, gathered)
@@ -68,35 +72,39 @@ def every_operation(ctx, count, name_of_dtype, use_async):
         t = mine[rank].clone()
         do("broadcast", t, root)
         assert torch.equal(t, mine[root])
-        out = torch.zeros(size, count, dtype=dtype) if rank == root else None
+        out = zeros(size, count) if rank == root else None
         do("gather", out, mine[rank], root)
         assert rank != root or torch.equal(out, gathered)
-        out = torch.zeros(count, dtype=dtype)
+        out = zeros(count)
         do("scatter", out, large[root] if rank == root else None, root)
         assert torch.equal(out, parts[root][rank])
-    out = torch.zeros(size, count, dtype=dtype)
+    out = zeros(size, count)
     do("all_to_all", out, large[rank])
     assert torch.equal(out, torch.stack([parts[r][rank] for r in range(size)]))
     # Rank r sends r + p rows to rank p.
     width = 3
     rows = [sum(r + p for p in range(size)) for r in range(size)]
-    sends = [whole(r, rows[r] * width, dtype).view(rows[r], width) for r in range(size)]
+    sends = [whole(r, rows[r] * width, dtype).view(rows[r], width).to(comm.device) for r in range(size)]
     receives = [r + rank for r in range(size)]
-    out = torch.zeros(sum(receives), width, dtype=dtype)
+    out = zeros(sum(receives), width)
     do("all_to_all", out, sends[rank], receives, [rank + p for p in range(size)])
     wanted = [sends[r].split([r + p for p in range(size)])[rank] for r in range(size)]
     assert torch.equal(out, torch.cat(wanted))
     to, of = (rank + 1) % size, (rank - 1) % size
-    out = torch.zeros(count, dtype=dtype)
+    out = zeros(count)
     with comm.group():
         works = [
             comm.send(mine[rank], to, async_op=use_async),
             comm.recv(out, of, async_op=use_async),
         ]
     if use_async:
-        assert all(work.wait(30) for work in works)
+        assert all(work.wait() for work in works)
     assert torch.equal(out, mine[of])
     comm.barrier()
+
+
+def operations_on_the_host(ctx, *args):
+    every_operation(ctx.communicator(), *args)
 
 
 @RANKS
@@ -107,7 +115,7 @@ def test_every_operation(ranks, dtype, use_async):
         run_ranks(moves_float8, ranks, use_async)
         return
     for count in (0, 1, 5):
-        run_ranks(every_operation, ranks, count, dtype, use_async)
+        run_ranks(operations_on_the_host, ranks, count, dtype, use_async)
 
 
 def moves_float8(ctx, use_async):

@@ -69,6 +69,7 @@ def trained_on_two_streams(rank):
     params = [param for pair in zip(*(model.parameters() for model in models), strict=True) for param in pair]
     optimizer = torch.optim.SGD(params, RATE)
     with collectives.GradientBuckets(params, comm=rank.comm, overlap=True) as buckets:
+        buckets.all_reduce()  # makes the hooks, which see each gradient's stream
         for step in range(STEPS):
             optimizer.zero_grad()
             data, side = batches(step, rank.rank, rank.device), rank.new_stream()

@@ -6,78 +6,30 @@ import pytest
 import torch
 
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
+from tests.comm.test_communicator_ranks import every_operation
 from tests.gpu.devices import check, compare, everywhere, on
 
 
-def every_operation(place, use_async):
+def operations(place, use_async):
+    """What the host engine's tests call, for some dtypes; and premultiplied sums."""
     comm = place.new_communicator()
-    size, rank = comm.size, comm.rank
     assert comm.device == place.device and comm.engine.name == place.engine
-
-    def full(value, *shape):
-        return torch.full(shape, float(value), device=comm.device)
-
-    def do(name, *args, **options):
-        work = getattr(comm, name)(*args, async_op=use_async, **options)
-        assert (work is not None) == use_async
-        if work is not None:
-            assert work.wait()
-
-    total = size * (size + 1) / 2
-    t = full(rank + 1, 1000)
-    do("all_reduce", t)
-    assert t.unique().tolist() == [total]
-    do("all_reduce", t, "avg")
-    assert t.unique().tolist() == [total]
-    do("all_reduce", t, 0.5)
-    assert t.unique().tolist() == [total * size / 2]
-    t = full(rank + 1, 5)
-    do("reduce", t, size - 1, "max")
-    assert t.unique().tolist() == [size if rank == size - 1 else rank + 1]
-    t = full(rank + 1, 5)
-    do("broadcast", t, size - 1)
-    assert t.unique().tolist() == [size]
-    out = full(0, 5)
-    do("reduce_scatter", out, full(rank + 1, size, 5))
-    assert out.unique().tolist() == [total]
-    out = full(0, size, 5)
-    out[rank] = rank + 1
-    do("all_gather", out, out[rank])  # in place
-    assert out[:, 0].tolist() == [r + 1 for r in range(size)]
-    inp = torch.arange(size, device=comm.device) + 10 * rank
-    out = torch.zeros_like(inp)
-    do("all_to_all", out, inp)
-    assert out.tolist() == [rank + 10 * r for r in range(size)]
-    rows = [rank + p + 1 for p in range(size)]
-    inp = full(rank + 1, sum(rows), 3)
-    out = full(0, sum(rows), 3)
-    do("all_to_all", out, inp, rows, rows)
-    assert out[:, 0].tolist() == [r + 1 for r in range(size) for _ in range(r + rank + 1)]
-    for root in range(size):
-        out = full(0, size, 2) if rank == root else None
-        do("gather", out, full(rank + 1, 2), root)
-        assert out is None or out[:, 0].tolist() == [r + 1 for r in range(size)]
-        inp = torch.arange(size, device=comm.device) if rank == root else None
-        out = torch.zeros(1, dtype=torch.int64, device=comm.device)
-        do("scatter", out, inp, root)
-        assert out.item() == rank
-    to, of = (rank + 1) % size, (rank - 1) % size
-    flags = torch.tensor([True, False, rank == 0], device=comm.device)
-    got = torch.zeros(3, dtype=torch.bool, device=comm.device)
-    with comm.group():
-        works = [comm.send(flags, to, async_op=use_async), comm.recv(got, of, async_op=use_async)]
-    if use_async:
-        assert all(work.wait() for work in works)
-    assert got.tolist() == [True, False, of == 0]
+    for dtype in ("float32", "bfloat16", "int64", "bool"):
+        every_operation(comm, 5, dtype, use_async)
+    tensor = place.full(comm.rank + 1.0, 1000)
+    for op, factor in (("avg", 1 / comm.size), (0.5, 0.5)):
+        comm.all_reduce(tensor, op)
+        assert tensor.unique().tolist() == [comm.size * (comm.size + 1) / 2 * factor]
+        tensor.fill_(comm.rank + 1.0)
     for shape in ((), (0,)):
-        do("all_reduce", full(1, *shape))
+        comm.all_reduce(place.full(1.0, *shape))
     comm.barrier()
     comm.close()
 
 
 @everywhere(["blocking", "async"])
 def test_every_operation(device, ranks, case):
-    on(device, every_operation, ranks, case == "async")
+    on(device, operations, ranks, case == "async")
 
 
 def ordered_by_streams(place):

@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import collectives
-from collectives.errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, RemoteError
+from collectives.errors import Aborted, CollectivesError, CollectiveTimeout, CudaError, InvalidUsage, RemoteError
 from collectives.rendezvous.process_groups import get_communicator
 from tests.ddp.training import wrap
 from tests.gpu.devices import everywhere, in_group, on
@@ -183,3 +184,44 @@ def current_device(place):
 @everywhere()
 def test_the_callers_device_stays(device, ranks):
     on(device, current_device, ranks)
+
+
+def closed_by_another_thread(place):
+    comm, raised = place.new_communicator(), []
+    tensor = place.full(1.0, 64)
+
+    def work():
+        try:
+            torch.cuda.set_device(place.device) if not place.is_host else None
+            while True:
+                comm.all_reduce(tensor, async_op=True)
+        except InvalidUsage as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.1)
+    comm.close()
+    thread.join(30)
+    assert not thread.is_alive() and "all_reduce" in raised[0] and "the communicator is closed" in raised[0]
+
+
+@everywhere(ranks=(1,))
+def test_a_communicator_that_another_thread_closes(device, ranks):
+    on(device, closed_by_another_thread, ranks)
+
+
+def an_event_that_fails(place):
+    work = place.comm.all_reduce(place.full(1.0, 8), async_op=True)
+
+    def query(event):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with mock.patch.object(torch.cuda.Event, "query", query):
+        with pytest.raises(CudaError, match="illegal memory access"):
+            work.wait(timeout=5)
+
+
+@everywhere(ranks=(1,), devices=["simulated"])
+def test_an_error_of_cudas(device, ranks):
+    on(device, an_event_that_fails, ranks, fresh=True)

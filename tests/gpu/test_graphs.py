@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 
 import collectives
@@ -212,7 +213,24 @@ def offloaded(rank):
     return refusal(rank, step)
 
 
+def blocking_call(call):
+    """A call of the communicator that waits for the device."""
+
+    def refused(rank):
+        comm = rank.new_communicator()
+        work = comm.all_reduce(rank.full(1.0, 8), async_op=True)
+        text = refusal(rank, lambda: call(comm, work))
+        rank.synchronize()
+        comm.close()
+        return text
+
+    return refused
+
+
 REFUSED = {
+    "a barrier": (blocking_call(lambda comm, work: comm.barrier()), "capture"),
+    "close": (blocking_call(lambda comm, work: comm.close()), "capture"),
+    "a wait with a limit": (blocking_call(lambda comm, work: work.wait(timeout=1)), "capture"),
     "GradientBuckets' first round": (first_round, "the host"),
     "Horovod": (operation_of_horovod, "agree on the host"),
     "an optimizer's first step": (first_step_of_an_optimizer, "make a step first"),
@@ -226,6 +244,29 @@ def test_refused(device, ranks, case):
     program, words = REFUSED[case]
     for text in on(device, program, ranks):
         assert words in text
+
+
+def work_after_its_capture(rank):
+    """Nobody knows when a captured operation runs."""
+    tensor, works = rank.full(1.0, 8), []
+
+    def step():
+        works.append(rank.comm.all_reduce(tensor, async_op=True))
+        works[-1].wait()
+
+    step()
+    rank.synchronize()
+    rank.capture(step)
+    assert works[-1].wait()  # there is nothing to wait for
+    for ask in (works[-1].done, works[-1].exception, lambda: works[-1].wait(timeout=1)):
+        with pytest.raises(InvalidUsage, match=r"captured in a CUDA graph.*replay"):
+            ask()
+    rank.comm.barrier()
+
+
+@everywhere(ranks=(2,), devices=DEVICES)
+def test_a_work_that_was_captured(device, ranks):
+    on(device, work_after_its_capture, ranks)
 
 
 HOOKS = {

@@ -40,7 +40,7 @@ CUDA = {
     4: (KERNELS.format("bucketing"), "unaligned"),
     5: (KERNELS.format("bucketing"), "not_finite"),
     6: (KERNELS.format("bucketing"), "statistics"),
-    7: (KERNELS.format("bucketing"), "statistics"),
+    7: (KERNELS.format("bucketing"), "overflow"),
     10: (KERNELS.format("reduction"), ""),
     15: (KERNELS.format("quantization"), "sizes_by_the_cuda_text"),
     16: (KERNELS.format("quantization"), "by_the_cuda_text"),

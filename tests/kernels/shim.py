@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -74,14 +75,16 @@ def poison() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def made_once(target: Path) -> Iterator[Path | None]:
-    """Give a path to write the target at, or None where it is there: processes that run side by side share it."""
-    if target.exists():
-        yield None
-        return
+    """Give a path to write the target at, or None where it is there. Another process that wants it waits."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    own = target.with_name(f"{os.getpid()}.{target.name}")
-    yield own
-    own.replace(target)
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            yield None
+            return
+        own = target.with_name(f"new.{target.name}")
+        yield own
+        own.replace(target)
 
 
 def compiled(name: str, text: str, options: tuple[str, ...]) -> Path:

@@ -31,12 +31,7 @@ def freed(offset=0):
 
 
 BAD = {
-    "param 0 .*has no memory": lambda: kernels.sgd_step(freed(), torch.zeros(10), lr=LR),
-    "grad 1 has no memory": lambda: kernels.sgd_step(zeros(3, 8), [torch.zeros(3), freed(2)], lr=LR),
     "momentum 0 has no memory": lambda: kernels.sgd_step(zeros(8), zeros(8), [freed(2)], lr=LR, momentum_factor=0.5),
-    "grad 0 begins at an address that is no multiple": lambda: kernels.sgd_step(
-        np.zeros(3, np.float32), np.frombuffer(bytes(13), np.float32, offset=1), lr=LR
-    ),
     "master 0 begins at an address that is no multiple": lambda: kernels.sgd_step(
         torch.zeros(3, dtype=BF16),
         torch.zeros(3),
@@ -58,12 +53,6 @@ BAD = {
     "grad 0 is complex64: it must be": lambda: kernels.sgd_step(zeros(3), zeros(3, dtype=torch.complex64), lr=LR),
     "grad 0 is int64: it must be": lambda: kernels.sgd_step(zeros(3), zeros(3, dtype=torch.int64), lr=LR),
     "grad 1 is None": lambda: kernels.sgd_step(zeros(3, 4), [torch.zeros(3), None], lr=LR),
-    "grad 0 is a sparse_coo tensor": lambda: kernels.sgd_step(zeros(3), [torch.zeros(3).to_sparse()], lr=LR),
-    "grad 0 must be a torch tensor, a NumPy array": lambda: kernels.sgd_step(zeros(3), [[1.0, 2.0, 3.0]], lr=LR),
-    "param 0 is a meta tensor": lambda: kernels.sgd_step(torch.zeros(3, device="meta"), torch.zeros(3), lr=LR),
-    r"grad 0 of shape \(3,\) and strides \(2,\) isn't contiguous": lambda: kernels.sgd_step(
-        torch.zeros(3), torch.zeros(6)[::2], lr=LR
-    ),
     "exp_avg 0 is bfloat16: it must be float32": lambda: kernels.adam_step(
         zeros(3, dtype=BF16), zeros(3), zeros(3, dtype=BF16), zeros(3), lr=LR, step=1
     ),

@@ -10,6 +10,7 @@ from collectives import kernels
 from collectives.layout import WIRE_FORMATS, wire_layout
 
 from . import wire_oracle
+from .bucket_cases import check_statistics
 from .ways import HOSTS, TEXTS, Place, bits, made
 from .wire_cases import (
     FLOATING,
@@ -18,9 +19,9 @@ from .wire_cases import (
     SCALED,
     SEED,
     check_bound,
-    check_statistics,
     left_over,
     made_as,
+    oracle_type,
     residual_of,
     rounded,
     rounding_of,
@@ -57,7 +58,7 @@ def test_reduce_wires(format, dtype, add):
             assert same_or_nan(out, want), name
             assert all(np.array_equal(bits(mine), bits(wire)) for mine, wire in zip(own, wires, strict=True))
             place.check()
-            check_statistics(statistics, values, dtype)
+            check_statistics(statistics, [values], [oracle_type(dtype)])
 
 
 def test_statistics_are_the_same_everywhere():

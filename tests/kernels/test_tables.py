@@ -128,50 +128,21 @@ def test_a_numpy_array_that_moved():
         kernels.pack(table, torch.zeros(12))
 
 
-def test_freed_before_the_table_was_made():
-    whole = torch.ones(100)
-    view = whole[10:20]
-    whole.untyped_storage().resize_(0)
-    with refused("tensor 1 has no memory: its storage holds 0 bytes of the 80 that it needs"):
-        kernels.pack([ONE, view], torch.zeros(32))
-    with pytest.raises(InvalidArgument, match="^Table: tensor 1 "):
-        kernels.Table([ONE, whole], torch.float32)
-    with refused("the flat buffer has no memory: its storage holds 0 bytes"):
-        kernels.pack(kernels.Table([ONE], torch.float32), view)
-    scale = torch.ones(10)
-    part = scale[3:4]
-    scale.untyped_storage().resize_(0)
-    with refused("the scale has no memory"):
-        kernels.pack([ONE], torch.zeros(4), scale=part)
-
-
 def shrunk(count=1000, nbytes=100, dtype=torch.float32):
     tensor = torch.ones(count, dtype=dtype)
     tensor.untyped_storage().resize_(nbytes)
     return tensor
 
 
-def test_storages_that_are_too_small():
-    message = "'s storage has 100 bytes, it needs 4000: it was resized"
-    with refused(f"tensor 1{message}"):
-        kernels.pack([ONE, shrunk()], torch.zeros(2000))
-    with refused(f"tensor 0{message}", "unpack"):
-        kernels.unpack(torch.zeros(2000), [shrunk()])
-    with refused(f"tensor 1{message}", "Table"):
-        kernels.Table([np.ones(3), shrunk()], torch.float32)
-    with refused(f"the flat buffer{message}"):
-        kernels.pack([torch.ones(1000)], shrunk())
+def test_memory_of_what_is_not_read():
+    """The scale's and the statistics' must be there; that of an empty view need not."""
     with refused("the scale's storage has 2 bytes, it needs 4"):
         kernels.pack([ONE], torch.zeros(4), scale=shrunk(1, 2))
-    raw = shrunk(500, 100, torch.int64)
-    with refused(f"tensor 0{message}", "Table"):
-        kernels.Table([raw], torch.uint8)
     statistics = kernels.Statistics()
     statistics.nonfinite.untyped_storage().resize_(4)
     with refused("the statistics' nonfinite's storage has 4 bytes, it needs 8"):
         kernels.pack([ONE], torch.zeros(4), statistics=statistics)
     whole = torch.ones(10)
-    kernels.pack([whole[5:5], ONE], torch.zeros(4))  # nothing of it is read
     whole.untyped_storage().resize_(0)
     kernels.pack([whole[5:5], ONE], torch.zeros(4))
 
@@ -201,15 +172,6 @@ def test_copies_of_tables(again, offsets):
 
 # ---- Tensors that won't do.
 BAD_TENSORS = {
-    "list": (lambda: [1.0, 2.0], "tensor 1 must be a torch tensor, a NumPy array or a CuPy array, not list"),
-    "none": (lambda: None, "tensor 1 must be a torch tensor"),
-    "number": (lambda: 3.0, "tensor 1 must be a torch tensor"),
-    "not contiguous": (lambda: torch.ones(4, 4).t(), "tensor 1 of shape (4, 4) and strides (1, 4) isn't contiguous"),
-    "expanded": (lambda: torch.ones(1).expand(4), "tensor 1 of shape (4,) and strides (0,) isn't contiguous"),
-    "every other": (lambda: torch.ones(8)[::2], "tensor 1 of shape (4,) and strides (2,) isn't contiguous"),
-    "numpy strides": (lambda: np.ones((4, 4), dtype=np.float32).T, "tensor 1 of shape (4, 4) and strides (4, 16)"),
-    "meta": (lambda: torch.ones(3, device="meta"), "tensor 1 is a meta tensor"),
-    "coo": (lambda: torch.eye(3).to_sparse(), "tensor 1 is a sparse_coo tensor"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(3)]), "tensor 1 is a nested tensor"),
     "negated": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "tensor 1 of shape (3,) and strides (2,)"),
     "negated alone": (lambda: torch.ones(1, dtype=torch.complex64).conj().imag, "tensor 1 is a lazy view"),
@@ -219,9 +181,7 @@ BAD_TENSORS = {
     "other fp8": (lambda: torch.ones(3).to(torch.float8_e4m3fnuz), "tensor 1 is float8_e4m3fnuz, the flat buffer"),
     "big endian": (lambda: np.ones(3, dtype=">f4"), "tensor 1 is >f4, the flat buffer float32"),
     "objects": (lambda: np.array([1, None]), "tensor 1 of dtype object holds Python objects"),
-    "masked": (lambda: np.ma.masked_array(np.ones(3, dtype=np.float32)), "tensor 1 is a masked array"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "tensor 1 is quantized"),
-    "crooked": (lambda: np.frombuffer(bytearray(13), np.uint8)[1:].view(np.float32), "tensor 1 begins at address"),
 }
 
 
@@ -301,34 +261,18 @@ def test_bad_flat_buffers():
         (torch.zeros(11), "the flat buffer has 11 elements, the tensors need 12 of float32 (their padding included)"),
         (torch.zeros(12).half(), "the flat buffer is float16, the table was made for float32"),
         (torch.zeros(12, dtype=torch.int32), "the flat buffer is int32, the table was made for float32"),
-        (torch.zeros(24)[::2], "the flat buffer of shape (12,) and strides (2,) isn't contiguous"),
-        (torch.zeros(12, device="meta"), "the flat buffer is a meta tensor"),
-        ([0.0] * 12, "the flat buffer must be a torch tensor, a NumPy array or a CuPy array, not list"),
-        (None, "the flat buffer must be a torch tensor"),
-        (np.frombuffer(bytearray(49), np.uint8)[1:].view(np.float32), "the flat buffer begins at address 0x"),
     ):
         with refused(message):
             kernels.pack(table, flat)
         with refused(message, "unpack"):
             kernels.unpack(flat, table)
-    for flat in ([0.0], None, torch.zeros(12, device="meta")):
-        with pytest.raises(InvalidArgument, match="^pack: the flat buffer "):
-            kernels.pack([ONE], flat)
     with refused("the flat buffer has 3 elements, the tensors need 4 of float32"):
         kernels.pack([ONE], torch.zeros(3))
     kernels.pack([ONE], torch.zeros(1), offsets=[0])
 
 
-def test_read_only_arrays():
-    constant = np.frombuffer(np.arange(4, dtype=np.float32).tobytes(), dtype=np.float32)
+def test_an_array_that_became_read_only():
     flat = np.zeros(8, dtype=np.float32)
-    kernels.pack([constant, ONE], flat)  # a source may be one
-    assert flat.tolist() == [0, 1, 2, 3, 1, 0, 0, 0]
-    with refused("tensor 1 is a read-only NumPy array", "unpack"):
-        kernels.unpack(flat, [ONE.clone(), constant])
-    with refused("the flat buffer is a read-only NumPy array"):
-        kernels.pack([ONE], constant)
-    kernels.unpack(constant, [torch.zeros(1)])
     array = np.zeros(4, dtype=np.float32)
     table = kernels.Table([array], torch.float32)
     kernels.unpack(flat, table)

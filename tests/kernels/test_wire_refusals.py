@@ -59,10 +59,6 @@ X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
     [
         ("source is int32: only floating dtypes", X.int(), W, {}),
         ("source is complex64: only floating", X.to(torch.complex64), W, {}),
-        ("source must be a torch tensor, .* not list", [1.0], W, {}),
-        ("source is a meta tensor", X.to("meta"), W, {}),
-        ("source is a sparse", X.to_sparse(), W, {}),
-        (r"source of shape \(100,\) and strides \(2,\) isn't contiguous", torch.ones(200)[::2], W, {}),
         ("wire is float32: a wire buffer is uint8", X, torch.zeros(WIRE // 4), {}),
         (r"wire has 96 bytes, 100 values as int8 in blocks of 256 need 128", X, W[:96], {}),
         ("wire has 128 bytes, 100 values as fp16 need 208", X, W, {"format": "fp16"}),
@@ -79,7 +75,6 @@ X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
         ("residual has 128 elements, source 100", X, W, {"residual": torch.zeros(128)}),
         ("residual is float64: it must be float32 or bfloat16", X, W, {"residual": torch.zeros(100).double()}),
         ("residual is float16", X, W, {"residual": torch.zeros(100).half()}),
-        ("residual is a meta tensor", X, W, {"residual": torch.zeros(100, device="meta")}),
         ("residual overlaps source", X, W, {"residual": X}),
         ("seed must be a whole number from 0 to 18446744073709551615, not -1", X, W, {"seed": -1}),
         ("seed must be a whole number", X, W, {"seed": 1 << 64}),
@@ -111,8 +106,6 @@ def test_quantize_refuses_overlaps():
             "residual overlaps", kernels.quantize, whole[:100], inside[400 : 400 + WIRE], format="int8",
             residual=residual,
         )  # fmt: skip
-    unaligned = np.frombuffer(bytearray(500), dtype=np.uint8)[1:401].view(np.float32)
-    refuse("source begins at an address that is no multiple of 4", kernels.quantize, unaligned, W, format="int8")
     read_only = W.numpy().copy()
     read_only.flags.writeable = False
     refuse("wire is a read-only NumPy array", kernels.quantize, X, read_only, format="int8")
@@ -142,9 +135,7 @@ def test_the_wires_are_looked_at():
     refuse("count must be a whole number from 0", again, good[:3], own, count=-1, format="int8")
     refuse("count must be a whole number", again, good[:3], own, count=1.0, format="int8")
     shifted = torch.zeros(2 * WIRE, dtype=torch.uint8)
-    refuse(
-        "out overlaps wire 1", again, [good[0], shifted[:WIRE]], shifted[16 : 16 + WIRE], count=100, format="int8"
-    )
+    refuse("out overlaps wire 1", again, [good[0], shifted[:WIRE]], shifted[16 : 16 + WIRE], count=100, format="int8")
     twenty = [torch.zeros(80, dtype=torch.uint8) for _ in range(2)]
     refuse(
         "residual overlaps wire 1", again, [each[:48] for each in twenty], twenty[0][:48], count=20, format="int8",
@@ -183,22 +174,6 @@ def test_copies_of_tables(again):
     del wires
     kernels.reduce_wires(table, out, format="int8")
     assert (out == 2).all()
-
-
-def test_storages_that_are_too_small():
-    wire, values = W.clone(), X.clone()
-    wire.untyped_storage().resize_(4)
-    values.untyped_storage().resize_(8)
-    with pytest.raises(InvalidArgument, match="wire's storage has 4 bytes, it needs 128"):
-        kernels.quantize(X, wire, format="int8")
-    with pytest.raises(InvalidArgument, match="source's storage has 8 bytes, it needs 400"):
-        kernels.quantize(values, W.clone(), format="int8")
-    with pytest.raises(InvalidArgument, match="residual's storage has 8 bytes, it needs 400"):
-        kernels.quantize(X, W.clone(), format="int8", residual=values)
-    with pytest.raises(InvalidArgument, match="out's storage has 8 bytes"):
-        kernels.dequantize(W, values, format="int8")
-    with pytest.raises(InvalidArgument, match="wire 1's storage has 4 bytes"):
-        kernels.WireTable([W, wire])
 
 
 def test_a_scale_in_a_wire_that_is_written():
