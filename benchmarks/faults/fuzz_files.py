@@ -1,4 +1,4 @@
-"""Fuzzing of files: of the flight recorder, checkpoints, the tune file, traces."""
+"""Fuzzing of files: of the flight recorder, checkpoints, traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from benchmarks.faults.fuzz import Target
 from benchmarks.faults.fuzz_records import mutate_keyed
 from benchmarks.faults.mutations import mutate, mutate_bytes, mutate_json
 from collectives._nccl import FLIGHT_LAYOUT
-from collectives.comm.algorithms import tune_file
 from collectives.flight import analysis, picture, reading, report
 from collectives.sharded.state import checkpoint_reader, checkpointer, manifest
 from collectives.tracing import load as trace_load
@@ -179,36 +178,6 @@ def open_checkpoint():
         yield [kind + saved[names[kind[0] % len(names)]] for kind in kinds], read
 
 
-# ---- The tune file.
-
-
-@contextmanager
-def open_tune():
-    with temporary_folder() as folder:
-        path = folder / "tune.json"
-        entry = {
-            "machine": tune_file.node(), "engine": "host", "device": "cpu", "ranks": 4,
-            "choices": {
-                "all_reduce": [[64, 1 << 20], ["native", "ring", "native"]], "reduce_scatter": [[], ["native"]],
-            },
-        }  # fmt: skip
-        tune_file.write_entry(path, entry)
-        tune_file.write_entry(path, {**entry, "ranks": 2})
-        own = path.read_bytes()
-
-        def read(data: bytes) -> str | None:
-            path.write_bytes(data)
-            tables = tune_file.tables_of(tune_file.read_tune_file(path), "host", torch.device("cpu"))
-            for ranks, table in tables.items():
-                for op, (limits, names) in table.items():
-                    known = set(names) <= set(tune_file.ALGORITHMS) and op in tune_file.OPS
-                    if not known or sorted(limits) != limits:
-                        return f"choices of {ranks} ranks can't be used: {table}"
-            return None
-
-        yield [own], read
-
-
 # ---- Traces of a timeline.
 
 
@@ -256,7 +225,6 @@ TARGETS = [
         ],
         mutate=mutate_keyed,
     ),
-    Target("tune", open_tune, [tune_file.read_tune_file, tune_file.tables_of]),
     Target(
         "trace", open_trace,
         [trace_load.load_traces, trace_load._read_records, trace_load._check_record, summary.align_clocks],

@@ -28,7 +28,7 @@ READ = {
     "processes": "identities of processes", "rounds": "memberships of an elastic job",
     "heads": "heads of messages between nodes", "requests": "requests of `collectives.horovod`",
     "board": "lines of the progress board", "flight": "flight recorder files", "manifest": "manifests of checkpoints",
-    "checkpoint": "any file of a checkpoint, loaded", "tune": "the tune file", "trace": "traces",
+    "checkpoint": "any file of a checkpoint, loaded", "trace": "traces",
     "message": "packets between processes of a node", "admit": "who connects to rank 0",
     "knock": "who listens where rank 0 should", "serve": "what a rank says to rank 0",
     "join": "what rank 0 says to a rank",

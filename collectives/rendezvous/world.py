@@ -148,7 +148,7 @@ def join_next_round(
             raise InvalidUsage("there is no elastic job that this process has joined", op="init")
         old.abort()
         _join_round(
-            _open_rounds(), old.engine, old.device, seconds, old._policy.deterministic, None, old.config,
+            _open_rounds(), old.engine, old.device, seconds, old.deterministic, None, old.config,
             seconds=seconds, commits=commits, report=report, least=least, comm_timeout=old.timeout,
         )  # fmt: skip
         return _world, _round

@@ -16,7 +16,6 @@ import torch
 
 from collectives import cuda_state, errors
 from collectives.comm import closing, communicator, cuda_queue, launch, memory
-from collectives.comm.algorithms.policy import Policy
 from collectives.comm.communicator import Communicator
 from collectives.comm.config import CommConfig
 from collectives.comm.engine import Engine
@@ -142,7 +141,7 @@ def gpu(request, monkeypatch):
 def comm(gpu):
     engine = Engine("nccl", "cuda", "2.29.7", "libnccl.so.2", Library(gpu.log))
     comm = Communicator.__new__(Communicator)
-    comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}), CommConfig())
+    comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, False, CommConfig())
     yield comm
     for event in gpu.events:
         event.happened = True
@@ -277,7 +276,7 @@ def test_a_stream_that_cannot_be_made_closes_what_was_opened(gpu, monkeypatch):
     engine = Engine("nccl", "cuda", "2.29.7", "libnccl.so.2", Library(gpu.log))
     comm = Communicator.__new__(Communicator)
     with pytest.raises(RuntimeError, match="out of memory"):
-        comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, Policy(False, 1 << 20, {}, {}), CommConfig())
+        comm._initialize(Native(gpu.log), engine, DEVICE, 0, 1, 60.0, False, CommConfig())
     assert gpu.log == ["abort"] and comm.closed
 
 

@@ -34,7 +34,6 @@ ONCE_WRONG = {
         b'{"step": 7, "files": {".metadata": ["", Infinity]}}', DEEP,
         b'{"step": 7, "files": {".metadata": ["", 1], "%s": ["", 1]}}' % (b"x" * 300),
     ],
-    "tune": [b'{"format": 1, "entries": [{"machine": 1, "engine": 1, "device": 1, "ranks": 1, "choices": []}]}'],
     "trace": [DEEP, b'{"traceEvents": [], "otherData": {"ranks": [{"rank": []}]}}'],
 }  # fmt: skip
 

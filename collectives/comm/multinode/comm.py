@@ -66,9 +66,6 @@ class NoFastPath:
     all_reduce = reduce = reduce_scatter = all_gather = broadcast = all_to_all = _refuse
     gather = scatter = send = recv = _refuse
 
-    def set_native_by_default(self, native: bool) -> None:
-        """Do nothing: the general path reads the policy itself."""
-
 
 class MultiNodeComm:
     """A rank of a communicator over several nodes; the methods are those of `_nccl.Comm`.
