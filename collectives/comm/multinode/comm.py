@@ -96,7 +96,6 @@ class MultiNodeComm:
         self._new_ops = itertools.count(_FIRST_CREATED_OP)
         topology = Topology(group_ranks_by_node(peer.node for peer in self.peers), rank)
         self.local_rank, self.local_size = topology.local_rank, len(topology.local_ranks)
-        self.num_nodes = len(topology.nodes)
         deadline, connects = time.monotonic() + seconds, False
         try:
             intra_node = _open_intra_node(
@@ -116,7 +115,7 @@ class MultiNodeComm:
         self._topology = topology
 
     def __repr__(self):
-        return f"<MultiNodeComm rank {self.rank} of {self.size} on {self.num_nodes} nodes>"
+        return f"<MultiNodeComm rank {self.rank} of {self.size} on {len(self._topology.nodes)} nodes>"
 
     # ---- Running a call.
 
