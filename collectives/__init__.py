@@ -3,7 +3,6 @@
 from . import requirements as requirements  # isort: skip  (first: it says what is missing)
 from . import backend as backend
 from . import errors
-from .comm.algorithms.tune import tune
 from .comm.communicator import Communicator
 from .comm.config import CommConfig
 from .comm.engine import EngineInfo, engines
@@ -30,5 +29,4 @@ __all__ = [
     "init",
     "init_process_group",
     "timeline",
-    "tune",
 ]

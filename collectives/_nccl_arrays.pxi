@@ -260,7 +260,8 @@ cdef class ArrayCalls:
     thread's group, where ``owner``, the Communicator, is known. The arrays must be held until the call returns, as a
     caller's arguments are. On CUDA the call goes to the exchange table's current stream.
     ``current_device``: a function that returns the number of the current CUDA device; without it no
-    call is made on CUDA.
+    call is made on CUDA. ``rank_ordered``: all_reduce and reduce_scatter must reduce in rank order,
+    which the library's don't, so only max and min are made here: they are exact in any order.
     """
 
     cdef Comm comm
@@ -269,21 +270,22 @@ cdef class ArrayCalls:
     cdef object current_device
     cdef object owner
     cdef int rank, size
-    cdef bint native_by_default
+    cdef bint rank_ordered
 
     def __init__(self, Comm comm not None, ArrayReader reader not None, dict groups not None, current_device=None, *,
-                 owner=None):
+                 owner=None, bint rank_ordered=False):
         self.comm = comm
         self.reader = reader
         self.groups = groups
         self.current_device = current_device
-        self.native_by_default = True
         self.owner = owner
+        self.rank_ordered = rank_ordered
         self.rank, self.size = comm.rank, comm.size
 
-    def set_native_by_default(self, bint native):
-        """Set whether a call that names no algorithm uses the library's. It does at first."""
-        self.native_by_default = native
+    cdef inline int code_of(self, object op) noexcept:
+        """Return the code of a built-in reduction that the library makes as it must be made, else -1."""
+        cdef int code = plain_op(self.comm, op_code(op))
+        return -1 if self.rank_ordered and code != ncclMax and code != ncclMin else code
 
     cdef bint stream_of(self, void* function, size_t* stream) noexcept:
         """Return whether a call can be made now, and find its stream.
@@ -331,7 +333,7 @@ cdef class ArrayCalls:
         cdef ncclComm_t comm
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
-        cdef int code = plain_op(self.comm, op_code(op))
+        cdef int code = self.code_of(op)
         if code < 0 or not self.reader.fill(array, out is None, &of):
             return False
         to = of
@@ -379,7 +381,7 @@ cdef class ArrayCalls:
         cdef ncclComm_t comm
         cdef collFlightRecord_t* record
         cdef collTable_t* api = self.comm.api
-        cdef int code = plain_op(self.comm, op_code(op))
+        cdef int code = self.code_of(op)
         if code < 0 or not self.reader.fill(out, True, &to) or not self.reader.fill(inp, False, &of):
             return False
         if not is_part(&of, &to, self.size, self.rank) or not self.stream_of(<void*> api.ncclReduceScatter, &stream):

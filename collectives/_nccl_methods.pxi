@@ -18,14 +18,14 @@ cdef inline ArrayCalls calls_of(comm):
     return <ArrayCalls> calls if type(calls) is ArrayCalls else None
 
 
-cdef inline bint is_native(ArrayCalls calls, algorithm):
-    return calls.native_by_default if algorithm is None else algorithm == "native"
+cdef inline bint is_native(algorithm):
+    return algorithm is None or algorithm == "native"
 
 
 def fast_all_reduce(full):
     def all_reduce(self, array, op="sum", *, async_op=False, algorithm=None, stream=None, share=None, out=None):
         cdef ArrayCalls calls = calls_of(self)
-        if not async_op and stream is None and share is None and calls is not None and is_native(calls, algorithm):
+        if not async_op and stream is None and share is None and calls is not None and is_native(algorithm):
             if calls.all_reduce(array, op, out):
                 return None
         return full(self, array, op, async_op=async_op, algorithm=algorithm, stream=stream, share=share, out=out)
@@ -44,7 +44,7 @@ def fast_reduce(full):
 def fast_reduce_scatter(full):
     def reduce_scatter(self, out, inp, op="sum", *, async_op=False, algorithm=None, stream=None, share=None):
         cdef ArrayCalls calls = calls_of(self)
-        if not async_op and stream is None and share is None and calls is not None and is_native(calls, algorithm):
+        if not async_op and stream is None and share is None and calls is not None and is_native(algorithm):
             if calls.reduce_scatter(out, inp, op):
                 return None
         return full(self, out, inp, op, async_op=async_op, algorithm=algorithm, stream=stream, share=share)
@@ -54,7 +54,7 @@ def fast_reduce_scatter(full):
 def fast_all_gather(full):
     def all_gather(self, out, inp, *, async_op=False, algorithm=None, stream=None):
         cdef ArrayCalls calls = calls_of(self)
-        if not async_op and stream is None and calls is not None and is_native(calls, algorithm):
+        if not async_op and stream is None and calls is not None and is_native(algorithm):
             if calls.all_gather(out, inp):
                 return None
         return full(self, out, inp, async_op=async_op, algorithm=algorithm, stream=stream)

@@ -21,7 +21,14 @@ from ..cuda_state import refuse_capture
 from ..errors import CollectiveTimeout, InvalidArgument, Mismatch, TransportError
 from .waiting import format_ranks
 
-__all__ = ["ComparedValue", "all_gather_bytes", "all_gather_object", "describe_differences", "verify_same"]
+__all__ = [
+    "ComparedValue",
+    "agree_on_settings",
+    "all_gather_bytes",
+    "all_gather_object",
+    "describe_differences",
+    "verify_same",
+]
 
 _HEAD_BYTES = 8  # of a row: the length of the rank's bytes
 _INLINE_BYTES = 248  # of a row: the first of these bytes, so that short values take one all-gather
@@ -29,6 +36,7 @@ _MAX_DIFFERENCES = 8  # of one message
 _MAX_TEXT = 120  # characters of one value in a message
 _CONTEXT = 40  # of these, characters before the first one that differs
 _ABSENT = "absent"
+_CHUNK_BYTES = {"host": 256 << 10, "nccl": 4 << 20}  # of a message of the ring and direct algorithms
 _IN_CAPTURE = (
     "the host compares or exchanges something with the other ranks, as in a first step: make some steps (12 with DDP) "
     "before the capture, with the options and shapes of the captured one"
@@ -94,9 +102,9 @@ def _gather_rows(comm, data: bytes, nbytes: int, seconds: float | None = None, p
     gathered = torch.empty(comm.size * nbytes, dtype=torch.uint8, device=comm.device)
     own = _as_tensor(data, nbytes).to(comm.device)
     if seconds is None:
-        comm.all_gather(gathered, own, algorithm="native")
+        comm.all_gather(gathered, own)
     else:
-        work = comm.all_gather(gathered, own, algorithm="native", async_op=True)
+        work = comm.all_gather(gathered, own, async_op=True)
         if not comm._queue.wait_blocking(work._pending_op, seconds):
             raise CollectiveTimeout(
                 f"not all ranks came within {seconds:g} s {purpose}", op="all_gather_object", rank=comm.rank
@@ -148,7 +156,7 @@ def verify_same(
     if not isinstance(value, ComparedValue):
         value = ComparedValue(value.items() if isinstance(value, dict) else [("", value)])
     bounds = torch.tensor([value.digest, -value.digest], dtype=torch.int64).to(comm.device)
-    comm.all_reduce(bounds, "max", algorithm="native")
+    comm.all_reduce(bounds, "max")
     most, least = bounds.tolist()
     if most == -least:
         return
@@ -198,3 +206,39 @@ def _describe_values(texts: list[str], ranks: list[int]) -> str:
         f"{'...' if len(text) > begin + _MAX_TEXT else ''} on {format_ranks(who)}"
         for text, who in ranks_by_text.items()
     )
+
+
+# ---- The settings of a communicator.
+
+
+def agree_on_settings(comm) -> int:
+    """Compare the settings of the ranks of a `Communicator` that is being opened; return the bytes of
+    one message of its algorithms, which are rank 0's.
+
+    Blocks. Raises `Mismatch` where the ranks differ in `deterministic` or in the config,
+    `InvalidArgument` on all ranks where rank 0's COLLECTIVES_CHUNK is invalid.
+    """
+    own = {"deterministic": comm.deterministic, "config": comm.config.to_dict()}
+    chunk, problem = _read_chunk(comm.engine.name) if comm.rank == 0 else (0, None)
+    values = all_gather_object(comm, [own, chunk, problem])
+    for name, value in own.items():
+        others = [rank for rank, (settings, _, _) in enumerate(values) if settings[name] != value]
+        if others:
+            raise Mismatch(
+                f"{name}={value} here, and not on rank {', '.join(map(str, others))}: it must be the same on all ranks",
+                op="init", rank=comm.rank, peers=others,
+            )  # fmt: skip
+    _, chunk, problem = values[0]
+    if problem is not None:
+        raise InvalidArgument(problem, op="init", rank=comm.rank)
+    return chunk
+
+
+def _read_chunk(engine: str) -> tuple[int, str | None]:
+    """Return COLLECTIVES_CHUNK, or the engine's default, and what is wrong with it."""
+    text = os.environ.get("COLLECTIVES_CHUNK", "").strip()
+    if not text:
+        return _CHUNK_BYTES[engine], None
+    if not (text.isascii() and text.isdigit() and 64 <= int(text) < 1 << 40):
+        return 0, f"COLLECTIVES_CHUNK={text}: must be a whole number of bytes from 64 up"
+    return int(text), None

@@ -68,7 +68,7 @@ def _start_on_cuda(comm) -> Work:
         check_calls(comm, [fingerprint_of("barrier")])
     if comm._barrier_tensor is None:
         comm._barrier_tensor = torch.zeros(1, dtype=torch.uint8, device=comm.device)
-    return comm.all_reduce(comm._barrier_tensor, "max", async_op=True, algorithm="native")
+    return comm.all_reduce(comm._barrier_tensor, "max", async_op=True)
 
 
 def _barrier_on_cuda(comm) -> None:

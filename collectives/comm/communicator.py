@@ -19,7 +19,6 @@ from ..environment import read_switch
 from ..errors import InvalidUsage
 from . import closing, flight_recorder, opening, operations
 from .algorithms.executor import AlgorithmExecutor
-from .algorithms.policy import Policy, use_policy
 from .arguments import parse_timeout
 from .barrier import barrier
 from .config import CommConfig, parse_config
@@ -56,9 +55,9 @@ class Communicator(CommMemory):
     open until `close()`, `abort()` or the interpreter's end, even if the program drops it.
 
     `algorithm` of all_reduce, reduce_scatter and all_gather: "native", the library's; "ring" or
-    "direct", not in groups; None: what `collectives.tune` found best, or COLLECTIVES_ALGORITHM's,
-    else native. `deterministic`: these reduce in rank order, so that the bits depend on the arrays
-    alone: native or direct on the host, direct on NCCL; the same on all ranks; children inherit it.
+    "direct", not in groups; None: native, but where `deterministic` asks for another one.
+    `deterministic`: these reduce in rank order, so that the bits depend on the arrays alone: by
+    native or direct on the host, by direct on NCCL; the same on all ranks; children inherit it.
     `config`: a `CommConfig` or a dict of its fields, which children inherit; the same on all ranks.
     """
 
@@ -67,22 +66,25 @@ class Communicator(CommMemory):
         device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
         deterministic: bool = False, config: CommConfig | dict | None = None, native=None,
     ):  # fmt: skip
-        config, policy = parse_config(config), Policy(False, 0, {}, {})
+        config = parse_config(config)
         native, device = opening.open_native(engine, unique_id, rank, size, device, config, native)
-        self._initialize(native, engine, device, local_rank, local_size, timeout, policy, config, peers)
+        self._initialize(native, engine, device, local_rank, local_size, timeout, bool(deterministic), config, peers)
         flight_recorder.attach(self, sha256(unique_id).hexdigest()[:12])
-        opening.agree(self, bool(deterministic))
+        opening.agree(self)
 
-    def _initialize(self, native, engine, device, local_rank, local_size, timeout, policy, config, peers=None):
+    def _initialize(
+        self, native, engine, device, local_rank, local_size, timeout, deterministic, config, peers=None, chunk=0
+    ):  # fmt: skip
         self.engine, self.device, self.config, self.peers = engine, device, config, peers
+        self._deterministic, self._chunk = deterministic, chunk  # the ranks agree on the first one's when it is opened
         self._native, self._on_host = native, engine.device_type == "cpu"
         try:
-            self._open(local_rank, local_size, timeout, policy)
+            self._open(local_rank, local_size, timeout)
         except BaseException:
             closing.discard(self)
             raise
 
-    def _open(self, local_rank, local_size, timeout, policy):
+    def _open(self, local_rank, local_size, timeout):
         self.rank, self.size = self._native.rank, self._native.size
         self.local_rank = local_rank
         self.local_size = (self.size if self._on_host else 1) if local_size is None else local_size
@@ -96,7 +98,6 @@ class Communicator(CommMemory):
         self._barrier_tensor = None
         self._flight: flight_recorder.Flight | None = None
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
-        use_policy(self, policy)
         self.timeout = timeout
         open_comms[id(self)] = self
         if not self._on_host:
@@ -129,7 +130,7 @@ class Communicator(CommMemory):
     @property
     def deterministic(self) -> bool:
         """Whether reductions are in rank order only."""
-        return self._policy.deterministic
+        return self._deterministic
 
     @property
     def closed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Opening of a communicator: its binding object, its policy, and its children's inheritance."""
+"""Opening of a communicator: its binding object, the ranks' agreement, and its children's inheritance."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from .._nccl import SHRINK_ABORT, ArrayCalls, Comm
 from ..environment import check_variables
 from ..errors import InvalidArgument, Mismatch
 from ..torch_compat import cuda_get_device
-from .agree import all_gather_object
-from .algorithms.policy import agree_on_policy, use_policy
+from .agree import agree_on_settings, all_gather_object
 from .arguments import invalid, parse_int, parse_rank, parse_size
 from .config import CommConfig, merge_config, order_launches, parse_config, to_nccl
 from .engine import Engine, resolve_device
@@ -44,13 +43,11 @@ def open_native(engine, unique_id: bytes, rank: int, size: int, device, config: 
     return native, device
 
 
-def agree(comm, deterministic: bool) -> None:
-    """Have a new communicator use the policy on which its ranks agree; blocks, and aborts it where
-    they don't.
-    """
+def agree(comm) -> None:
+    """Have the ranks of a new communicator agree on its settings; blocks, and aborts it where they don't."""
     try:
         with comm._device_guard():
-            use_policy(comm, agree_on_policy(comm, deterministic))
+            comm._chunk = agree_on_settings(comm)
     except BaseException:
         comm.abort()
         raise
@@ -61,7 +58,10 @@ def open_array_calls(comm):
     if not isinstance(comm._native, Comm):
         return NoFastPath()
     current_device = None if comm._on_host or comm._checks_calls else cuda_get_device()
-    return ArrayCalls(comm._native, comm._reader.array_reader, open_groups, current_device, owner=comm)
+    return ArrayCalls(
+        comm._native, comm._reader.array_reader, open_groups, current_device, owner=comm,
+        rank_ordered=comm.deterministic and comm.size > 1 and not comm._on_host,
+    )  # fmt: skip
 
 
 def ranks_by_node(comm) -> tuple[tuple[int, ...], ...] | None:
@@ -135,4 +135,6 @@ def inherit(comm, native, config: CommConfig) -> tuple:
         engine = engine if native.library is engine.library else replace(engine, library=native.library)
     else:  # NCCL's ranks keep the local rank that the launcher gave
         local_rank, local_size = comm.local_rank, comm.local_size
-    return engine, comm.device, local_rank, local_size, comm.timeout, comm._policy, config, peers
+    return (
+        engine, comm.device, local_rank, local_size, comm.timeout, comm.deterministic, config, peers, comm._chunk,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from threading import get_ident
 from ..arrays import Buffer
 from ..errors import InvalidUsage
 from .algorithms.executor import run_algorithm
-from .algorithms.policy import select_algorithm
+from .algorithms.selection import select_algorithm
 from .arguments import (
     check_overlap,
     check_same_dtype,
@@ -81,15 +81,14 @@ def _reduce_over_all(
         comm._reader.check_reducible(src, name)
     if share is not None:
         return _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share)
-    selected = "native"
-    if algorithm is not None or comm._choices is not None:
-        selected = select_algorithm(comm, name, algorithm, src.nbytes, op)
-    if selected != "native":
-        if name == "all_reduce" and dst is not src:  # the other algorithms reduce in place
-            held[0][...] = held[1]
-            src = dst
-        return run_algorithm(comm, selected, name, dst, src, held, held[0], op, async_op, stream)
     code, scalar = parse_reduction(comm, op, src.code, name)
+    if algorithm is not None or comm.deterministic:
+        selected = select_algorithm(comm, name, algorithm, code)
+        if selected != "native":
+            if name == "all_reduce" and dst is not src:  # the other algorithms reduce in place
+                held[0][...] = held[1]
+                src = dst
+            return run_algorithm(comm, selected, name, dst, src, held, code, scalar, async_op, stream)
     steps = ((name, (src.ptr, dst.ptr, dst.count, dst.code, code)),)
     fingerprint = comm._checks_calls and fingerprint_of(
         name, dtype=dst.code, count=dst.count, op=PREMUL if scalar else code
@@ -100,13 +99,13 @@ def _reduce_over_all(
 def _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share) -> Work | None:
     if not comm._on_host:
         raise InvalidUsage("share is of the host engine: leave it out here", op=name, rank=comm.rank)
-    if algorithm is not None and select_algorithm(comm, name, algorithm, src.nbytes, op) != "native":
+    code, scalar = parse_reduction(comm, op, src.code, name)
+    if algorithm is not None and select_algorithm(comm, name, algorithm, code) != "native":
         text = f"share is of the native algorithm, not of {algorithm!r}: leave out one of the two"
         raise InvalidUsage(text, op=name, rank=comm.rank)
     stats = stats_address(comm, share, src, name)
     if dst is not src:
         stats_address(comm, share, dst, name)
-    code, scalar = parse_reduction(comm, op, src.code, name)
     steps = ((f"{name}_share", (src.ptr, dst.ptr, dst.count, dst.code, code, stats)),)
     return launch(comm, name, steps, (*held, share), held[0], src.nbytes, None, async_op, stream, scalar)
 
@@ -134,9 +133,10 @@ def all_gather(comm, out, inp, async_op: bool, algorithm, stream) -> Work | None
     dst, src = read_pair(comm, out, inp, name)
     check_size(comm, dst, src, comm.size, name, "out", "inp")
     check_overlap(comm, dst, src, name, comm.rank, "the only form in place is inp == part `rank` of out")
-    selected = select_algorithm(comm, name, algorithm, dst.nbytes)
-    if selected != "native":
-        return run_algorithm(comm, selected, name, dst, src, (out, inp), out, None, async_op, stream)
+    if algorithm is not None:
+        selected = select_algorithm(comm, name, algorithm)
+        if selected != "native":
+            return run_algorithm(comm, selected, name, dst, src, (out, inp), 0, None, async_op, stream)
     steps = ((name, (src.ptr, dst.ptr, src.units, src.code)),)
     fingerprint = comm._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units)
     return launch(comm, name, steps, (out, inp), out, dst.nbytes, fingerprint, async_op, stream, label=src.label)

@@ -105,18 +105,18 @@ def _plan(size: int, scaling: Scaling, dtype: torch.dtype, sums: bool) -> Reduct
     return ReductionPlan(scale_after=postscale / divisor)
 
 
-def plan_average(comm, dtype: torch.dtype, algorithm: str | None = None) -> ReductionPlan:
+def plan_average(comm, dtype: torch.dtype) -> ReductionPlan:
     """Return how a communicator averages values of a dtype over its ranks."""
-    return plan_reduction(comm, Scaling(divisor=comm.size), dtype, algorithm)
+    return plan_reduction(comm, Scaling(divisor=comm.size), dtype)
 
 
-def plan_division(comm, divisor: float, dtype: torch.dtype, algorithm: str | None = None) -> ReductionPlan:
+def plan_division(comm, divisor: float, dtype: torch.dtype) -> ReductionPlan:
     """Return how a communicator sums values of a dtype over its ranks and divides the sum by any
     number.
     """
     if divisor == comm.size:
-        return plan_average(comm, dtype, algorithm)
-    if not _sums(comm, dtype, algorithm):
+        return plan_average(comm, dtype)
+    if not _sums(comm, dtype, None):
         return ReductionPlan(1.0 / divisor)
     if dtype is torch.float16:
         return ReductionPlan(scale_before=1.0 / divisor)
@@ -128,11 +128,11 @@ def _sums(comm, dtype: torch.dtype, algorithm: str | None) -> bool:
     return not comm._on_host and algorithm in (None, "native") and dtype in _SUMMED
 
 
-def all_reduce_average(comm, values: torch.Tensor, *, algorithm: str | None = None) -> None:
+def all_reduce_average(comm, values: torch.Tensor) -> None:
     """Average a tensor over a communicator's ranks, in place, as `Communicator.all_reduce` does with
     "avg".
     """
-    plan = plan_average(comm, values.dtype, algorithm)
+    plan = plan_average(comm, values.dtype)
     plan.before(values)
-    comm.all_reduce(values, plan.op, algorithm=algorithm)
+    comm.all_reduce(values, plan.op)
     plan.after(values)

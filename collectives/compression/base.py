@@ -117,7 +117,7 @@ class NoCompression(Compressor):
         self.deterministic = deterministic
 
     def choose_algorithm(self, comm) -> str | None:
-        """Return the algorithm for a communicator; None: the one of tuning or COLLECTIVES_ALGORITHM."""
+        """Return the algorithm for a communicator; None: its default."""
         if self.algorithm is None and self.deterministic:
             return "native" if comm._on_host else "direct"  # the ones that sum in rank order
         return self.algorithm

@@ -104,7 +104,7 @@ class CommChannel(Channel):
     def maximum(self, values: list[float]) -> list[float]:
         comm = self.comm
         most = torch.tensor(values, dtype=torch.float64).to(comm.device)
-        comm.all_reduce(most, "max", algorithm="native")
+        comm.all_reduce(most, "max")
         return most.tolist()
 
     def _broadcast(self, tensor: torch.Tensor) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
 
-from ..comm.algorithms.policy import parse_algorithm
 from ..kernels.compilation import compile_kernels
 from ..layout import WIRE_FORMATS
 
@@ -23,9 +21,8 @@ def compile_gradient_kernels(
     ``options``: `HookOptions`, or None for none. ``steps``: an optimizer is stepped in the backward.
     ``packs``: gradients are copied into buckets. ``wire``: as an option. ``dtypes``: other dtypes,
     beside those of the parameters, in which they are sent or reduced. ``device``: where the
-    parameters will be, if that isn't where they are. An algorithm of the tune file is compiled at
-    its first use. Blocks for as long as the compiler takes; on the CPU there is nothing to do.
-    Raises as `compile_kernels`.
+    parameters will be, if that isn't where they are. Blocks for as long as the compiler takes; on
+    the CPU there is nothing to do. Raises as `compile_kernels`.
     """
     found: dict[torch.device, set[torch.dtype]] = {}
     for param in params:
@@ -36,7 +33,6 @@ def compile_gradient_kernels(
         families.add("cast")
     if steps:
         families |= {"cast", "optimizer", "reduce", "statistics"}
-    named = set(parse_algorithm(os.environ.get("COLLECTIVES_ALGORITHM", "")).values())
     if options is not None:
         if options.wire in WIRE_FORMATS or options.gather is not None:
             families.add("wire")
@@ -44,9 +40,8 @@ def compile_gradient_kernels(
             families.add("statistics")
         if options.local_steps is not None:
             families.add("cast")
-        named.add("direct" if options.deterministic else options.algorithm)
-    if named - {"native"}:
-        families.add("reduce")
+        if options.deterministic or options.algorithm != "native":
+            families.add("reduce")
     for place, kinds in found.items():
         if place.type == "cuda" and families:
             compile_kernels(place, families, kinds)

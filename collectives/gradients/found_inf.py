@@ -48,6 +48,6 @@ def _all_reduce_found_inf(scaler, optimizer) -> None:
         found[scaler._scale.device] = torch.zeros((), dtype=torch.float32, device=scaler._scale.device)
     for comm in comms:
         each = torch.stack([one.to(comm.device).reshape(()) for one in found.values()]).max().reshape(1)
-        comm.all_reduce(each, "max", algorithm="native")
+        comm.all_reduce(each, "max")
         for one in found.values():
             one.copy_(each[0].to(one.device))

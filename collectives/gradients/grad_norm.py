@@ -59,9 +59,9 @@ def _local_total(tensors, p: float, device, foreach, dtype) -> torch.Tensor:
 
 def _all_reduce_total(comm, total: torch.Tensor, p: float) -> None:
     if not math.isinf(p):
-        comm.all_reduce(total, "sum", algorithm="native")
+        comm.all_reduce(total, "sum")
         return
     # NaN is sent as a second element: engines may lose it in a maximum.
     both = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf)[0], total.isnan()[0].double()])
-    comm.all_reduce(both, "max", algorithm="native")
+    comm.all_reduce(both, "max")
     total.copy_(both[0].masked_fill(both[1] != 0, math.nan).reshape(1))

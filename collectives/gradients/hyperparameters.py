@@ -70,7 +70,7 @@ class HyperparameterCheck:
         if changed:  # filled by value: a copy from the host would wait
             self._own[0].fill_(self._compared_value.digest)
             self._own[1].fill_(struct.unpack("q", struct.pack("d", self._first_lr()))[0])
-        comm.all_gather(self._gathered, self._own, algorithm="native")
+        comm.all_gather(self._gathered, self._own)
         if self._copied is None:
             self._on_host.copy_(self._gathered, non_blocking=True)
             self._copied = torch.cuda.current_stream(comm.device).record_event()

@@ -58,7 +58,7 @@ def common_state(state: HookState) -> dict:
         raise InvalidUsage("residuals that were loaded wait for their parameters: call it after a backward")
     for name in sorted(residuals):
         mean = residuals[name].to(comm_streams[0].comm.device)
-        all_reduce_average(comm_streams[0].comm, mean, algorithm="native")
+        all_reduce_average(comm_streams[0].comm, mean)
         residuals[name] = mean.cpu()
     return {
         "wire": wire,

@@ -27,7 +27,7 @@ def find_unused_parameters(comm, bucket) -> tuple[set, dict | None]:
         if not is_used:
             used[begin:end].zero_()
         begin = end
-    comm.all_reduce(used, "max", algorithm="native")
+    comm.all_reduce(used, "max")
     if comm._on_host:
         return {at for at, each in enumerate(used.tolist()) if not each}, None
     unused = (used == 0).to(torch.float32)

@@ -21,7 +21,7 @@ from ..rendezvous.peers import PeerInfo
 from ..rendezvous.process_groups import get_group_timeout
 from .controller import Controller
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings, read_number, read_settings
+from .settings import Settings, log_hierarchical_variables, read_number, read_settings
 from .stall_inspector import StallInspector
 
 __all__ = [
@@ -187,6 +187,8 @@ def init(comm=None, process_sets=None) -> None:
         owns = job._world is None or job._world.closed
         seconds = read_number("HOROVOD_GLOO_TIMEOUT_SECONDS", _init_seconds())
         base = job.init(timeout=seconds)
+        if base.rank == 0:
+            log_hierarchical_variables()
         peers = list(base.peers) if base.peers else None
         if peers is None:
             raise InvalidArgument("the communicator that is open doesn't tell where its ranks are", op="hvd.init")

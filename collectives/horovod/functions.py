@@ -180,10 +180,10 @@ class NegotiatedComm:
         self.rank = process_set.rank()
         self.size = process_set.size()
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, *, algorithm: str) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         synchronize(allreduce_async_(tensor, op=ReduceOp[op.capitalize()], process_set=self._process_set, _waits=True))
 
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, *, algorithm: str) -> None:
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         out.copy_(synchronize(allgather_async(inp, None, self._process_set, _waits=True)))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
 from ..errors import InvalidArgument
 
-__all__ = ["Settings", "read_number", "read_settings"]
+__all__ = ["Settings", "log_hierarchical_variables", "read_number", "read_settings"]
 
+_LOG = logging.getLogger("collectives.horovod")
 _MAX_SECONDS = 1e9  # Python can't wait for more than about nine times this
 _MAX_BYTES = 1e15
 
@@ -58,6 +60,17 @@ def read_number(name: str, default: float, largest: float = _MAX_SECONDS) -> flo
     if not 0 <= value <= largest:
         raise InvalidArgument(f"{name}={text}: it must be a number from 0 to {largest:g}", op="hvd.init")
     return value
+
+
+def log_hierarchical_variables() -> None:
+    """Log one line where HOROVOD_HIERARCHICAL_ALLREDUCE or _ALLGATHER is set: the engines decide."""
+    names = [name for name in ("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER") if _read_flag(name)]
+    if names:
+        _LOG.warning(
+            "%s: no effect, since NCCL decides by its topology what goes inside of a node first, and CPUs on several "
+            "nodes always reduce and gather inside of each first",
+            " and ".join(names),
+        )  # fmt: skip
 
 
 def _read_flag(name: str) -> bool:

@@ -54,24 +54,22 @@ def identify_process() -> Identity:
 
 def join_rendezvous(
     identity: Identity, *, engine: Engine, timeout: float = 60.0, generation: int = 0, device: object = None,
-    hierarchical: bool | None = None, config: str = "",
+    config: str = "",
 ) -> Rendezvous:  # fmt: skip
     """Join the rendezvous of all ranks of the job, which agrees on a unique id.
 
     ``timeout``: seconds; ``generation``: how many rendezvous of this job there were before, the
-    same on all ranks; ``device``: this rank's device, for the other ranks' information;
-    ``hierarchical``: False where ranks of the host engine on several nodes are an error;
-    ``config``: the communicator's, in words, which all ranks must have. Blocks
-    until all ranks have come, except where the job's name is enough: then the engine's init waits.
-    The host engine's init gets the rest of the time as its limit. Raises ``CollectiveTimeout`` with
-    the missing ranks in ``peers``, ``InvalidUsage`` for two processes with one rank and for ranks
-    that don't fit together, ``TransportError`` for a port in use, ``InvalidArgument`` where
-    MASTER_ADDR is missing.
+    same on all ranks; ``device``: this rank's device, for the other ranks' information; ``config``:
+    the communicator's, in words, which all ranks must have. Blocks until all ranks have come, except
+    where the job's name is enough: then the engine's init waits. The host engine's init gets the
+    rest of the time as its limit. Raises ``CollectiveTimeout`` with the missing ranks in ``peers``,
+    ``InvalidUsage`` for two processes with one rank and for ranks that don't fit together,
+    ``TransportError`` for a port in use, ``InvalidArgument`` where MASTER_ADDR is missing.
     """
     deadline = _deadline_of(timeout)
     job = sha256(identity.job_key).hexdigest()[:16] if identity.job_key else ""
     place = _store_place(identity)
-    participant = Participant(identity.rank, identity.size, engine, device, job, hierarchical, *place, config)
+    participant = Participant(identity.rank, identity.size, engine, device, job, *place, config)
     if participant.size == 1:
         return Rendezvous(engine.library.get_unique_id(), (participant.describe(),), 0, 0, 1)
     record_last_exception()
@@ -132,7 +130,7 @@ def join_over_store(
         identity = identify_process()
     except InvalidArgument:  # a launcher's variables that can't be used: the store has come in another way
         identity = Identity(rank, size, None, None, "torch")
-    participant = Participant(rank, size, engine, device, "", None, *_store_place(identity, store), config)
+    participant = Participant(rank, size, engine, device, "", *_store_place(identity, store), config)
     records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose)
     return participant.complete(records, deadline)
 

@@ -7,7 +7,6 @@ import time
 from ..comm.communicator import Communicator
 from ..comm.engine import Engine
 from ..comm.multinode.comm import open_multinode
-from ..comm.multinode.nccl_hierarchical import enable_hierarchical
 from ..comm.watchdog import StatusStore, watch
 from .peers import Rendezvous, needs_multinode_comm
 
@@ -23,13 +22,12 @@ def remaining_seconds(deadline: float, timeout: float) -> float:
 
 def open_communicator(
     rendezvous: Rendezvous, engine: Engine, *, device, seconds: float, timeout: float | None = 1800.0,
-    deterministic: bool = False, hierarchical: bool | None = None, config=None,
+    deterministic: bool = False, config=None,
 ) -> Communicator:  # fmt: skip
     """Open the communicator of a rendezvous' ranks. A collective, which blocks.
 
     ``seconds``: limit for all ranks to come, and from now on of the engine's inits; ``device``,
-    ``timeout``, ``deterministic``, ``config``: as `Communicator` takes them; ``hierarchical``: as
-    `init` does.
+    ``timeout``, ``deterministic``, ``config``: as `Communicator` takes them.
     """
     native = None
     if engine.library.is_host:
@@ -43,10 +41,4 @@ def open_communicator(
     )  # fmt: skip
     if engine.name == "nccl" and rendezvous.store is not None:
         watch(comm, StatusStore(rendezvous.store, f"watch/{rendezvous.name}"))
-    if hierarchical and native is None:
-        try:
-            enable_hierarchical(comm)
-        except BaseException:
-            comm.abort()
-            raise
     return comm

@@ -108,10 +108,9 @@ class Participant:
     """This rank's side of a rendezvous.
 
     ``job``: a digest of the job's name, by which a second process with this rank's number is
-    distinguished from a rank of another job; ``hierarchical``: False where the host engine must not
-    connect several nodes; ``master``: a host through which the ranks reach each other, "" for
-    MASTER_ADDR's; ``agent_port``: the port there of torchrun's agent's store, None without one;
-    ``config``: the communicator's, in words, which all ranks must have.
+    distinguished from a rank of another job; ``master``: a host through which the ranks reach each
+    other, "" for MASTER_ADDR's; ``agent_port``: the port there of torchrun's agent's store, None
+    without one; ``config``: the communicator's, in words, which all ranks must have.
     """
 
     rank: int
@@ -119,7 +118,6 @@ class Participant:
     engine: Engine
     device: object = None
     job: str = ""
-    hierarchical: bool | None = None
     master: str = ""
     agent_port: int | None = None
     config: str = ""
@@ -241,8 +239,7 @@ def validate(data: Iterable[bytes], participant: Participant) -> Rendezvous:
     """Check that the ranks fit together, and return the outcome.
 
     All ranks have the same records, so all return or raise the same. ``data``: the records by rank.
-    Raises ``InvalidUsage`` where sizes, engines or configs differ, where the host engine's ranks are on
-    several nodes and ``participant.hierarchical`` is False, or where NCCL's share a GPU.
+    Raises ``InvalidUsage`` where sizes, engines or configs differ, or where NCCL's ranks share a GPU.
     """
     records = [parse_record(record, rank) for rank, record in enumerate(data)]
     for name, what in (("size", "number of ranks"), ("engine", "engine"), ("config", "config")):
@@ -253,17 +250,6 @@ def validate(data: Iterable[bytes], participant: Participant) -> Rendezvous:
     names = ("rank", "host", "boot_id", "pid", "device", "namespace", "gpu", "process")
     peers = tuple(PeerInfo(*(r[name] for name in names)) for r in records)
     nodes = group_ranks_by_node(peer.node for peer in peers)
-    if participant.engine.name == "host" and len(nodes) > 1 and participant.hierarchical is False:
-        found = "; ".join(f"{format_ranks(ranks)} on {peers[ranks[0]].host}" for ranks in nodes)
-        what = "several machines"
-        if len({peer.boot_id for peer in peers}) == 1:
-            what = "several containers of one machine, with a network namespace each"
-        raise InvalidUsage(
-            f"hierarchical=False, but the ranks are on {what}: {found}. The host engine alone connects the ranks of "
-            "one machine: leave hierarchical out, and it is used inside of each, with TCP between them",
-            op="init",
-            rank=participant.rank,
-        )
     if participant.engine.name == "nccl" and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") in ("", "0"):
         _verify_gpus_differ(peers, participant)
     local_ranks = next(ranks for ranks in nodes if participant.rank in ranks)

@@ -38,7 +38,7 @@ _log = logging.getLogger("collectives.elastic")
 
 def init(
     engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False,
-    hierarchical: bool | None = None, config: CommConfig | dict | None = None,
+    config: CommConfig | dict | None = None,
 ) -> Communicator:  # fmt: skip
     """Open the communicator of all ranks of this job, or return the one that is open.
 
@@ -47,10 +47,9 @@ def init(
 
     `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the node has. `device`: None
     for ``cuda:local_rank``, or the CPU. `timeout`: seconds. `deterministic`: reduce in rank order
-    only, see `Communicator`. `hierarchical`: reduce and gather inside of each node first, then
-    between nodes. CPUs on several nodes always do (with TCP connections between them), and False
-    is an error there; on GPUs NCCL chooses by itself unless it is True. `config`: a `CommConfig` or
-    a dict of its fields, the same on all ranks: settings of NCCL, without effect on the host.
+    only, see `Communicator`. `config`: a `CommConfig` or a dict of its fields, the same on all
+    ranks: settings of NCCL, without effect on the host. CPUs on several nodes reduce and gather
+    inside of each node first, then between nodes, over TCP connections.
 
     Raises `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two
     processes have one rank, `EngineUnavailable`, `TransportError`. After `close()` it opens a new
@@ -69,7 +68,7 @@ def init(
         config = parse_config(config)
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         if (rounds := _open_rounds()) is not None:
-            return _join_round(rounds, chosen, device, timeout, deterministic, hierarchical, config, seconds=timeout)
+            return _join_round(rounds, chosen, device, timeout, deterministic, config, seconds=timeout)
         identity = identify_process()
         own_device = None
         if device is not None:
@@ -83,7 +82,7 @@ def init(
         began = time.monotonic()
         rendezvous = join_rendezvous(
             identity, engine=chosen, timeout=timeout, generation=generation, device=own_device,
-            hierarchical=hierarchical, config=repr(config),
+            config=repr(config),
         )  # fmt: skip
         if own_device is None:
             own_device = _select_device(chosen, rendezvous.local_rank)
@@ -91,7 +90,7 @@ def init(
         with log_while_waiting("to open the job's communicator", identity.rank, timeout):
             _world = open_communicator(
                 rendezvous, chosen, device=own_device, seconds=remaining_seconds(began + timeout, timeout),
-                deterministic=deterministic, hierarchical=hierarchical, config=config,
+                deterministic=deterministic, config=config,
             )  # fmt: skip
         return _world
 
@@ -148,14 +147,14 @@ def join_next_round(
             raise InvalidUsage("there is no elastic job that this process has joined", op="init")
         old.abort()
         _join_round(
-            _open_rounds(), old.engine, old.device, seconds, old._policy.deterministic, None, old.config,
+            _open_rounds(), old.engine, old.device, seconds, old.deterministic, old.config,
             seconds=seconds, commits=commits, report=report, least=least, comm_timeout=old.timeout,
         )  # fmt: skip
         return _world, _round
 
 
 def _join_round(
-    rounds: Rounds, engine: Engine, device, timeout: float, deterministic: bool, hierarchical, config, *,
+    rounds: Rounds, engine: Engine, device, timeout: float, deterministic: bool, config, *,
     seconds: float, commits: int = 0, report: dict | None = None, least: int | None = None,
     comm_timeout: float | None = 1800.0,
 ) -> Communicator:  # fmt: skip
@@ -178,7 +177,7 @@ def _join_round(
             set_first_device(resolve_device(engine, own_device))
             _world = open_communicator(
                 rendezvous, engine, device=own_device, seconds=min(timeout, _OPEN_SECONDS), timeout=comm_timeout,
-                deterministic=deterministic, hierarchical=hierarchical, config=config,
+                deterministic=deterministic, config=config,
             )  # fmt: skip
             return _world
         except (RemoteError, CollectiveTimeout) as error:  # a member of this round has died

@@ -49,14 +49,12 @@ def test_the_tests_own_variables_are_no_unknown_ones():
 
 
 def test_an_unknown_variable_is_warned_of_once(monkeypatch):
-    monkeypatch.setenv("COLLECTIVES_ALGORITM", "ring")
+    monkeypatch.setenv("COLLECTIVES_ENGIN", "host")
     monkeypatch.setenv("COLLECTIVES_XYZZYPLUGH", "1")
     with pytest.warns(UserWarning) as caught:
         assert alone() == 1
     first, second = sorted(str(each.message) for each in caught)
-    assert first.endswith(
-        "COLLECTIVES_ALGORITM is unknown to this version and sets nothing: is COLLECTIVES_ALGORITHM meant?"
-    )
+    assert first.endswith("COLLECTIVES_ENGIN is unknown to this version and sets nothing: is COLLECTIVES_ENGINE meant?")
     assert second.endswith("COLLECTIVES_XYZZYPLUGH is unknown to this version and sets nothing")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

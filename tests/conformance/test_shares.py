@@ -202,20 +202,6 @@ def test_shares(n):
     assert [text for result in results for text in result] == []
 
 
-def tuned(ctx):
-    import torch
-
-    comm = ctx.new_communicator()
-    t, share = torch.ones(1000), zeros()
-    comm.all_reduce(t, share=share)
-    assert all_ranks(comm, share) == [1000.0 * comm.size**2, 0]
-    comm.close()
-
-
-def test_native_where_the_tuner_says_otherwise():
-    run_ranks(tuned, 2, env={"COLLECTIVES_ALGORITHM": "ring"})
-
-
 def of_this_set(ctx):
     import torch
 

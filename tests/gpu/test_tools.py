@@ -1,4 +1,4 @@
-"""Tools on every device: the timeline, collectives.auto, collectives.optim, the choice of algorithms."""
+"""Tools on every device: the timeline, collectives.auto and collectives.optim."""
 
 from __future__ import annotations
 
@@ -91,23 +91,3 @@ def stepped(rank, rule):
 @everywhere(["adamw", "sgd"], everyday=["adamw"], ranks=(1,))
 def test_optimizers(device, ranks, case):
     check(device, stepped, ranks, case)
-
-
-def tuned(rank):
-    comm = rank.new_communicator()
-    table = collectives.tune(comm, sizes=[4096, 65536], seconds=0.02, write=False)
-    x = rank.random(1024)
-    comm.all_reduce(x)
-    comm.close()
-    return [x, bool(table)]
-
-
-@everywhere(ranks=(2,))
-def test_tune(device, ranks):
-    for x, made in on(device, tuned, ranks):
-        assert made
-        torch.testing.assert_close(x, sum(noise(rank) for rank in range(ranks)))
-
-
-def noise(rank):
-    return torch.randn(1024, generator=torch.Generator().manual_seed(rank))

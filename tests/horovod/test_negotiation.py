@@ -4,6 +4,7 @@ that dies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -179,26 +180,32 @@ def test_process_sets():
     assert run_ranks(sets, 3) == [[6.0, 4.0, 3.0, 3.0, 4.0], [6.0, 3.0, 3.0], [6.0, 4.0, 3.0, 4.0, 3.0]]
 
 
-def stalls(ctx):
-    logged = []
+@contextlib.contextmanager
+def log_lines():
+    """A list to which the lines of the log are added."""
+    lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
+    handler.emit = lambda record: lines.append(record.getMessage())
     log = logging.getLogger("collectives.horovod")
     log.addHandler(handler)
     try:
-        with started(ctx, HOROVOD_STALL_CHECK_TIME_SECONDS=0.4) as hvd:
-            if ctx.rank < 2:
-                handle = hvd.allreduce_async(torch.ones(2), name="lost")
-                # Ranks 0 and 1 have exchanged what they have under way; rank 2 has nothing at all.
-                until = time.monotonic() + 20
-                while not logged and time.monotonic() < until:
-                    time.sleep(0.05)
-            ctx.exchange(None)
-            if ctx.rank == 2:
-                handle = hvd.allreduce_async(torch.ones(2), name="lost")
-            hvd.synchronize(handle)
+        yield lines
     finally:
         log.removeHandler(handler)
+
+
+def stalls(ctx):
+    with log_lines() as logged, started(ctx, HOROVOD_STALL_CHECK_TIME_SECONDS=0.4) as hvd:
+        if ctx.rank < 2:
+            handle = hvd.allreduce_async(torch.ones(2), name="lost")
+            # Ranks 0 and 1 have exchanged what they have under way; rank 2 has nothing at all.
+            until = time.monotonic() + 20
+            while not logged and time.monotonic() < until:
+                time.sleep(0.05)
+        ctx.exchange(None)
+        if ctx.rank == 2:
+            handle = hvd.allreduce_async(torch.ones(2), name="lost")
+        hvd.synchronize(handle)
     return logged
 
 
@@ -209,6 +216,21 @@ def test_a_stalled_tensor_is_reported_by_name():
         assert len(logged) == 1  # once
         assert f"hvd [rank {rank}]: submitted here more than 0.4 s ago" in logged[0]
         assert "allreduce.lost (missing: rank 2)" in logged[0]
+
+
+def asks_for_two_levels(ctx):
+    with log_lines() as logged:
+        for variables in ({"ALLREDUCE": "0"}, {"ALLREDUCE": "1"}, {"ALLREDUCE": "1", "ALLGATHER": "1"}):
+            with started(ctx, **{f"HOROVOD_HIERARCHICAL_{name}": value for name, value in variables.items()}) as hvd:
+                hvd.barrier()
+    return logged
+
+
+def test_horovods_two_levels_are_said_to_be_the_engines_choice():
+    first, second = run_ranks(asks_for_two_levels, 2)
+    assert len(first) == 2 and second == []
+    assert first[0].startswith("HOROVOD_HIERARCHICAL_ALLREDUCE: no effect, since NCCL decides")
+    assert first[1].startswith("HOROVOD_HIERARCHICAL_ALLREDUCE and HOROVOD_HIERARCHICAL_ALLGATHER: no effect")
 
 
 def stall_ends(ctx):

@@ -102,16 +102,11 @@ def test_the_ranks_config(host):
 
 
 def test_the_host_engine_on_several_machines(host):
-    """They are connected, unless the caller says that they must not be."""
     data = records(host, 4, host=["a", "a", "b", "b"], boot_id=["1", "1", "2", "2"])
     found = validate(data, Participant(3, 4, host))
     assert found.nodes == ((0, 1), (2, 3)) and (found.local_rank, found.local_size) == (1, 2)
-    with pytest.raises(InvalidUsage, match=r"machines: ranks 0, 1 on a; ranks 2, 3 on b.*leave hierarchical out"):
-        validate(data, Participant(1, 4, host, hierarchical=False))
     data = records(host, 2, namespace=["net:[1]", "net:[2]"])
     assert validate(data, Participant(1, 2, host)).nodes == ((0,), (1,))
-    with pytest.raises(InvalidUsage, match="containers of one machine"):
-        validate(data, Participant(1, 2, host, hierarchical=False))
 
 
 def test_nccl_on_several_machines(host):

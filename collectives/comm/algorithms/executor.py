@@ -20,7 +20,7 @@ from ..._nccl import DTYPES
 from ...arrays import ITEMSIZE, Buffer
 from ...cuda_state import is_capturing, new_comm_stream, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
-from ..arguments import parse_reduction, stream_handle
+from ..arguments import stream_handle
 from ..fingerprint import PREMUL, check_calls, fingerprint_of
 from ..memory import storage_of
 from ..work import Work
@@ -51,14 +51,14 @@ class AlgorithmExecutor:
         self._execution_lock = threading.RLock()  # held while a call on the host executes its steps: calls share memory
 
     def run(
-        self, name: str, algorithm: str, dst: Buffer, src: Buffer, code: int, scalar, held: tuple, result,
-        async_op: bool, stream,
+        self, name: str, algorithm: str, dst: Buffer, src: Buffer, held: tuple, code: int, scalar, async_op: bool,
+        stream,
     ) -> Work | None:  # fmt: skip
         """Carry out one validated call; it blocks on the host and not on CUDA.
 
-        `dst`, `src`: the output and the input, the same for an all-reduce; `code`: of the op;
-        `scalar`: (value, dtype code) of a premultiplied sum, or None; `stream`: the caller's, or
-        None.
+        `dst`, `src`: the output and the input, the same for an all-reduce; `held`: the arrays, the
+        output first; `code`: of the op; `scalar`: (value, dtype code) of a premultiplied sum, or
+        None; `stream`: the caller's, or None.
         """
         comm = self._comm
         gathers = name == "all_gather"
@@ -88,7 +88,8 @@ class AlgorithmExecutor:
             call_check.exchange(0)
             self._execute_steps(call_check, key, src.ptr, dst.ptr, factor)
             return None
-        work = Work(name, max(dst.nbytes, src.nbytes), result)
+        work = Work(name, max(dst.nbytes, src.nbytes), held[0])
+        held = (*held, *map(storage_of, held))
         queue = comm._queue
         handle = queue.begin(name, None if stream is None else handle)
         try:
@@ -263,15 +264,13 @@ class AlgorithmExecutor:
 
 
 def run_algorithm(
-    comm, algorithm: str, name: str, dst: Buffer, src: Buffer, held, result, op, async_op, stream
+    comm, algorithm: str, name: str, dst: Buffer, src: Buffer, held: tuple, code: int, scalar, async_op: bool, stream
 ) -> Work | None:
     """Carry out a communicator's validated call by the ring or direct algorithm.
 
-    `op`: as the caller passed it.
+    The arguments are those of `AlgorithmExecutor.run`.
     """
     comm._check_open(name)
-    code, scalar = (0, None) if name == "all_gather" else parse_reduction(comm, op, src.code, name)
     if comm._algorithms is None:
-        comm._algorithms = AlgorithmExecutor(comm, comm._policy.chunk)
-    held = (*held, *map(storage_of, held)) if async_op else held
-    return comm._algorithms.run(name, algorithm, dst, src, code, scalar, held, result, async_op, stream)
+        comm._algorithms = AlgorithmExecutor(comm, comm._chunk)
+    return comm._algorithms.run(name, algorithm, dst, src, held, code, scalar, async_op, stream)

@@ -66,9 +66,6 @@ class NoFastPath:
     all_reduce = reduce = reduce_scatter = all_gather = broadcast = all_to_all = _refuse
     gather = scatter = send = recv = _refuse
 
-    def set_native_by_default(self, native: bool) -> None:
-        """Do nothing: the general path reads the policy itself."""
-
 
 class MultiNodeComm:
     """A rank of a communicator over several nodes; the methods are those of `_nccl.Comm`.
@@ -99,7 +96,6 @@ class MultiNodeComm:
         self._new_ops = itertools.count(_FIRST_CREATED_OP)
         topology = Topology(group_ranks_by_node(peer.node for peer in self.peers), rank)
         self.local_rank, self.local_size = topology.local_rank, len(topology.local_ranks)
-        self.num_nodes = len(topology.nodes)
         deadline, connects = time.monotonic() + seconds, False
         try:
             intra_node = _open_intra_node(
@@ -119,7 +115,7 @@ class MultiNodeComm:
         self._topology = topology
 
     def __repr__(self):
-        return f"<MultiNodeComm rank {self.rank} of {self.size} on {self.num_nodes} nodes>"
+        return f"<MultiNodeComm rank {self.rank} of {self.size} on {len(self._topology.nodes)} nodes>"
 
     # ---- Running a call.
 

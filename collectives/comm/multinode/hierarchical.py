@@ -1,4 +1,4 @@
-"""Hierarchical collectives: inside of nodes and between them, the one composition for both engines.
+"""Hierarchical collectives of the host engine: inside of nodes and between them.
 
 A reduction has three steps. First each node's ranks reduce: each leader (see `topology.Topology`)
 gets its shard of the node's sum. Then the leaders with the same number reduce their shards. Last,
@@ -8,13 +8,12 @@ leader reduces all, which saves the last step.
 
 The composition knows two levels by their interfaces alone:
 
-- Inside of a node it is a communicator of the binding's (the host engine's or NCCL's), with the
-  node's ranks in the order of the topology.
+- Inside of a node it is a communicator of the binding's, with the node's ranks in the order of the
+  topology.
 - Between nodes, on leaders, it has ``all_reduce(send, recv, count, what, stream)``,
   ``reduce_scatter(send, recv, counts, what, stream)``, ``all_gather(recv, nbytes, served, stream)``
   and ``broadcast(recv, nbytes, root, stream)``, as far as they are called. `inter_node` has them
-  for any transport with send, recv and group, and says what they do. `nccl_hierarchical` has them
-  for NCCL, and `compression.hierarchical` an all_reduce by a wire format.
+  for any transport with send, recv and group, and says what they do.
 
 Where the level between nodes can do so (its ``meanwhile``), the chunks of a long array go through
 the steps one behind the other: while a chunk is on its way between nodes, the next one is reduced

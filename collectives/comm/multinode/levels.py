@@ -58,7 +58,7 @@ def split_by_node(comm) -> NodeLevels | None:
     """
     own = torch.tensor([get_host_hash()], dtype=torch.int64, device=comm.device)
     nodes = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(nodes, own, algorithm="native")
+    comm.all_gather(nodes, own)
     topology = Topology(group_ranks_by_node(nodes.tolist()), comm.rank)
     verify_even(topology)
     return NodeLevels(comm, topology) if 1 < len(topology.nodes) < comm.size else None
