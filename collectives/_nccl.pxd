@@ -266,7 +266,6 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostCommChunkBytes)(ncclComm_t comm, size_t* nbytes) noexcept nogil
         ncclResult_t (*collHostMemoryInUse)(uint64_t* nbytes) noexcept nogil
         ncclResult_t (*collHostMemoryShared)(const void* address, size_t nbytes, int* shared) noexcept nogil
-        ncclResult_t (*collHostCommNoteUse)(ncclComm_t comm, const void* address, size_t nbytes) noexcept nogil
         ncclResult_t (*collHostAllReduceCast)(const void* sendbuff, void* recvbuff, size_t count,
                                               ncclDataType_t datatype, ncclDataType_t wire, double scale,
                                               ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) noexcept nogil

@@ -777,16 +777,6 @@ cdef class Comm:
             code = self.api.collHostCommSetStep(comm, step)
         self.leave(code, "collHostCommSetStep")
 
-    def note_use(self, size_t address, size_t nbytes):
-        """Count one use of ordinary memory that the next collectives use in parts, and that nobody else writes to
-        meanwhile: after some uses it becomes shared memory. C: ``collHostCommNoteUse``.
-        """
-        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommNoteUse, "collHostCommNoteUse")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.collHostCommNoteUse(comm, <const void*> address, nbytes)
-        self.leave(code, "collHostCommNoteUse")
-
     def sequence(self):
         """Return how many collectives were called on this communicator.
 

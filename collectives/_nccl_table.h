@@ -110,7 +110,6 @@
   F(collHostCommChunkBytes, 0) \
   F(collHostMemoryInUse, 0) \
   F(collHostMemoryShared, 0) \
-  F(collHostCommNoteUse, 0) \
   F(collHostAllReduceCast, 0) \
   F(collHostAllReduceShare, 0) \
   F(collHostReduceScatterShare, 0) \

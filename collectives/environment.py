@@ -21,12 +21,11 @@ KNOWN = frozenset(
     for name in """
     AUTO AUTO_CHILDREN AUTO_TIMEOUT BLOCK CHECK CHUNK CMA ELASTIC_RANKS ELASTIC_STORE ENGINE ERROR_FEEDBACK
     FLIGHT_DIR FLIGHT_LINES HOST_CHUNK HOST_ID HOST_LIBRARY ISA JOB_ID KERNEL_THREADS NCCL_LIBRARY NO_FLIGHT
-    NO_WINDOWS OVERLAP REQUIRE_GPU SECRET SECRET_FILE SHARE_AFTER STOCHASTIC_ROUNDING STREAMS TIMELINE WIRE
+    NO_WINDOWS OVERLAP REQUIRE_GPU SECRET SECRET_FILE STOCHASTIC_ROUNDING STREAMS TIMELINE WIRE
     """.split()
 )
 _OTHERS = ("COLLECTIVES_TEST_",)  # the tests' own
 _LONGEST_LABEL = 255
-_MOST_USES = 1024  # of memory before it becomes shared: host/shared_by_use.cpp
 
 _warned: set[str] = set()
 
@@ -64,12 +63,6 @@ def parse_whole_number(text: str, least: int, most: int) -> int | None:
     return int(text)
 
 
-def _check_uses(name: str) -> None:
-    value = os.environ.get(name, "").strip()
-    if value and parse_whole_number(value, 0, _MOST_USES) is None:
-        raise InvalidArgument(f"{name} must be a number from 0 to {_MOST_USES}, not {value!r}")
-
-
 def check_variables() -> None:
     """Check the variables that all communicators use; warn once of each unknown COLLECTIVES_ one.
 
@@ -77,7 +70,6 @@ def check_variables() -> None:
     """
     read_switch("COLLECTIVES_CHECK")
     read_label("COLLECTIVES_HOST_ID")
-    _check_uses("COLLECTIVES_SHARE_AFTER")
     for name, near in find_unknown(os.environ).items():
         if name not in _warned:
             _warned.add(name)

@@ -11,7 +11,6 @@
 #include "huge_pages.h"
 #include "peer_memory.h"
 #include "peers.h"
-#include "shared_by_use.h"
 
 namespace coll {
 namespace {
@@ -35,14 +34,6 @@ constexpr Range kRootedInTurns = {128 << 10, 32 << 20};
 // The least that a sender writes into a receiver's array: below, the wait for it takes longer.
 constexpr size_t kLeastWritten = 32 << 10;
 constexpr size_t kPage = 4096;
-
-// The place of an array of this rank's in shared memory, where it is there; the call uses all of
-// `whole`, which may become shared by that.
-SharedPlace find_or_share(SharedMemoryUse& use, const void* array, size_t nbytes, const void* whole, size_t whole_bytes) {
-  SharedPlace place = use.place(array, nbytes);
-  if (place.extent.nbytes || !note_use(whole, whole_bytes)) return place;
-  return use.place(array, nbytes);
-}
 
 // One rank has all the data, or receives it.
 bool copies_with_root(CollKind kind) {
@@ -97,7 +88,7 @@ uint8_t Collective::find_shared_arrays() {
     uint8_t how = kEither | reads;
     if (root && op.send == to + static_cast<size_t>(c.rank) * op.bytes()) how |= kInPlace;
     if (op.bytes() < 2 * kLeastWritten) return how;
-    memory.recv = find_or_share(shared_memory_use, to, taken, to, taken);
+    memory.recv = shared_place(to, taken);
     if (memory.recv.extent.nbytes) return how | kTakes;
     if (!reads || !is_readable(to, taken)) return how;
     note_ordinary_use(to, taken);
@@ -110,7 +101,6 @@ uint8_t Collective::find_shared_arrays() {
     const char *from = static_cast<const char*>(op.send), *into = static_cast<const char*>(op.recv);
     if (from < into + given && into < from + given) return kStaged;
   }
-  bool part_of_result = op.kind == CollKind::AllGather && op.send == to + static_cast<size_t>(c.rank) * given;
   uint8_t how = kShared;
   // Publishes an array, by its address where it isn't shared. false: it can't be used in place.
   auto publish = [&](SharedPlace* place, const SharedPlace& found, const void* array, size_t nbytes) {
@@ -123,13 +113,11 @@ uint8_t Collective::find_shared_arrays() {
     return true;
   };
   if (sends) {
-    const void* whole = part_of_result ? to : op.send;
-    SharedPlace found = find_or_share(shared_memory_use, op.send, given, whole, part_of_result ? given * n : given);
-    if (!publish(&memory.send, found, op.send, given)) return kStaged;
+    if (!publish(&memory.send, shared_place(op.send, given), op.send, given)) return kStaged;
   }
   if (receives) {
     if (op.recv == op.send) memory.recv = memory.send;
-    else if (!publish(&memory.recv, find_or_share(shared_memory_use, to, taken, to, taken), to, taken)) return kStaged;
+    else if (!publish(&memory.recv, shared_place(to, taken), to, taken)) return kStaged;
   }
   bool exchanges = op.kind == CollKind::AllGather || op.kind == CollKind::AllToAll;
   if (exchanges && how == kReadable) note_ordinary_use(to, taken * n);

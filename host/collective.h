@@ -27,7 +27,6 @@ struct Collective {
   bool past_caches = false;
   int blocked_on = -1;
   Error error;
-  SharedMemoryUse shared_memory_use;
   coll_share share{};  // statistics so far; written to the caller's when the call has succeeded
 
   explicit Collective(const Op& o) : op(o) {}

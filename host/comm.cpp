@@ -77,8 +77,6 @@ void release(ncclComm* comm) {
   if (comm->init_thread.joinable()) comm->init_thread.join();
   for (size_t r = 0; r < comm->pidfds.size(); ++r)
     if (comm->pidfds[r] >= 0) process_release(comm->pids[r]);
-  for (const auto& [handle, registration] : comm->registered)
-    if (registration->shared) memory_unshare(registration->address);
   for (PeerHeap* heap : comm->heaps)
     if (heap) heap->close();
   if (comm->segment) comm->segment->release();
@@ -443,7 +441,6 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (c->segment) c->publish_state(kLeft);
     c->magic = 0;
     release(c);
-    forget_freed();
     return ncclSuccess;
   });
 }
@@ -457,7 +454,6 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     wait_until_idle(c);  // what waits in queues behind others fails when its turn comes, and touches nothing of the caller's
     c->magic = 0;
     release(c);
-    forget_freed();
     return ncclSuccess;
   });
 }

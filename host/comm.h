@@ -28,8 +28,6 @@ namespace coll {
 // What was registered; its address is the handle (of a window, too).
 struct Registration {
   void* address;
-  size_t nbytes;
-  bool shared;  // it counts as one memory_share
 };
 
 }  // namespace coll

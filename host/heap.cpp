@@ -13,9 +13,7 @@
 #include <vector>
 
 #include "huge_pages.h"
-#include "malloc_mapping.h"
 #include "memory.h"
-#include "shared_by_use.h"
 #include "system.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -31,29 +29,12 @@ constexpr size_t kWindow = 64 << 20;
 
 std::atomic<uint64_t> g_bytes{0};
 
-enum class Origin : uint8_t {
-  kAllocated,   // by ncclMemAlloc
-  kRegistered,  // was the caller's memory before
-  kUsed         // the same, by note_use(): the caller may free it at any time
-};
-
-struct Allocation {
-  Extent extent;
-  Origin origin;
-  int users;         // of kRegistered
-  size_t before;     // of kUsed: bytes between the beginning of the mapping and malloc's words about it
-  uint64_t mark[2];  // of kUsed: what the last 16 of them hold, which nobody else uses, until it is freed
-  uint32_t uses;
-  int in_flight;     // of kUsed: calls whose peers may write to it
-};
-
 struct Heap {
   int fd = -1;
   uint64_t id = 0;
   uint64_t end = 0;  // of the file
-  int forks = -1;
-  std::map<uintptr_t, Allocation> allocations;  // by address
-  std::map<uint64_t, uint64_t> free;            // extents that were given back: offset -> bytes
+  std::map<uintptr_t, Extent> allocations;  // by address
+  std::map<uint64_t, uint64_t> free;        // extents that were given back: offset -> bytes
 };
 
 // Leaked on purpose: destructors of static objects would run while other threads still use them.
@@ -66,26 +47,7 @@ auto& peers() {
   static auto* table = new std::map<uint64_t, PeerHeap*>;
   return *table;
 }
-std::atomic<bool> g_used{false};  // something was ever allocated, registered or shared by use
-
-// How much of memory of kUsed is still there. Where it was freed, its mapping is gone: nothing is
-// there, or other memory without the mark. A realloc may have cut its end off.
-size_t remaining(uintptr_t base, const Allocation& known) {
-  size_t nbytes = known.extent.nbytes;
-  if (known.origin != Origin::kUsed) return nbytes;
-  struct { uint64_t mark[2], words[2]; } found;
-  const char* words = reinterpret_cast<const char*>(base) + known.before;
-  if (!read_own(words - sizeof found.mark, &found, sizeof found) || memcmp(found.mark, known.mark, sizeof found.mark)) return 0;
-  size_t now = known.before + chunk_bytes(found.words[1]);
-  return now < nbytes && now % page_size() == 0 ? now : nbytes;
-}
-
-// Replace shared memory, in one step, by private memory with the same contents, whose pages are
-// copied as they are written to. Under tables_lock().
-bool map_privately(uintptr_t base, uint64_t offset, size_t nbytes) {
-  return mmap(reinterpret_cast<void*>(base), nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, heap().fd,
-              static_cast<off_t>(offset)) != MAP_FAILED;
-}
+std::atomic<bool> g_used{false};  // something was ever allocated
 
 // Get pages as if they were written to. Returns 0, or errno; EINVAL before Linux 5.14.
 int populate(void* address, size_t nbytes) {
@@ -99,9 +61,10 @@ int populate(void* address, size_t nbytes) {
 // that nothing that the child does is seen by the parent or its peers.
 void leave_parents_heap() {
   Heap& h = heap();
-  for (const auto& [address, allocation] : h.allocations) {
-    g_bytes -= allocation.extent.nbytes;
-    if (size_t nbytes = remaining(address, allocation)) map_privately(address, allocation.extent.offset, nbytes);
+  for (const auto& [address, extent] : h.allocations) {
+    g_bytes -= extent.nbytes;
+    mmap(reinterpret_cast<void*>(address), extent.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, h.fd,
+         static_cast<off_t>(extent.offset));
   }
   h.allocations.clear();
   h.free.clear();
@@ -212,97 +175,12 @@ char* map_own(const Extent& extent, int* code) {
 
 size_t whole_pages(size_t nbytes) { return (nbytes + page_size() - 1) / page_size() * page_size(); }
 
-// Whether an allocation has not been freed. What was cut off of it is given back. Under tables_lock().
-bool is_alive(uintptr_t base, Allocation& known) {
-  Extent& extent = known.extent;
-  size_t nbytes = remaining(base, known), cut = extent.nbytes - nbytes;
-  if (!nbytes || !cut) return nbytes;
-  extent.nbytes = nbytes;
-  give_back({extent.offset + nbytes, cut});
-  g_bytes -= cut;
-  return true;
-}
-
-// Forget memory that its owner has freed. Under tables_lock().
-auto forget(std::map<uintptr_t, Allocation>::iterator freed) {
-  give_back(freed->second.extent);
-  g_bytes -= freed->second.extent.nbytes;
-  note_freed(freed->second.uses);
-  return heap().allocations.erase(freed);
-}
-
-void forget_all_freed() {
-  auto& allocations = heap().allocations;
-  for (auto it = allocations.begin(); it != allocations.end();) it = is_alive(it->first, it->second) ? std::next(it) : forget(it);
-}
-
-// The allocation that holds all of a range of memory, or allocations.end(). Under tables_lock().
-auto holding(const void* address, size_t nbytes) {
-  auto& allocations = heap().allocations;
-  uintptr_t at = reinterpret_cast<uintptr_t>(address);
-  auto above = allocations.upper_bound(at);
-  if (above == allocations.begin()) return allocations.end();
-  auto found = std::prev(above);
-  auto fits = [&] { return at + nbytes <= found->first + found->second.extent.nbytes; };
-  if (!fits()) return allocations.end();
-  if (is_alive(found->first, found->second)) return fits() ? found : allocations.end();
-  forget(found);
-  return allocations.end();
-}
-
-// A realloc must not let a mapping grow over what comes next in the file. mremap refuses memory with
-// two kinds of advice, and realloc then copies. (Of a file without a disk the advice means nothing.)
-// The first page has the other one: the last may be cut off.
-void forbid_growth(char* base) { madvise(base, page_size(), MADV_RANDOM); }
-
-SharedPlace place_in(std::map<uintptr_t, Allocation>::iterator known, const void* address) {
-  const Extent& extent = known->second.extent;
-  return {extent, extent.offset + (reinterpret_cast<uintptr_t>(address) - known->first)};
-}
-
-// Turn a mapping of malloc's into shared memory at its address. Under tables_lock().
-Allocation* share(const OwnMapping& own, Origin origin) {
-  Error error;
-  Extent extent;
-  if (!own.nbytes || !enough_memory("ncclCommRegister", own.nbytes, &error) || !open_heap(&error)) return nullptr;
-  forget_all_freed();
-  if (!take_extent(own.nbytes, &extent, &error)) return nullptr;
-  int code;
-  char* copy = map_own(extent, &code);
-  if (!copy) return nullptr;
-  memcpy(copy, own.base, own.nbytes);
-  // In one step, so that nobody finds the address without memory.
-  if (mremap(copy, own.nbytes, own.nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, own.base) == MAP_FAILED) {
-    munmap(copy, extent.nbytes);
-    give_back(extent);
-    return nullptr;
-  }
-  forbid_growth(own.base);
-  g_used.store(true, std::memory_order_release);
-  g_bytes += extent.nbytes;
-  return &(heap().allocations[reinterpret_cast<uintptr_t>(own.base)] = {extent, origin, 1, own.before, {}, 0, 0});
-}
-
-// Make shared memory the caller's own again, whatever other threads write to it meanwhile: from one
-// moment on writes go to private copies of the pages, and then all pages are copied. Where there is
-// no memory for the copies, the extent keeps its place in the file until the program ends. false: it
-// is still shared. Under tables_lock().
-bool make_private(uintptr_t base, const Extent& extent) {
-  char* memory = reinterpret_cast<char*>(base);
-  if (!map_privately(base, extent.offset, extent.nbytes)) return false;
-  forbid_growth(memory);
-  int code = populate(memory, extent.nbytes);
-  if (code == EINVAL) {  // before Linux 5.14
-    for (size_t at = 0; at < extent.nbytes; at += page_size()) __atomic_fetch_or(memory + at, 0, __ATOMIC_RELAXED);
-  } else if (code) {
-    return true;
-  }
-  give_back(extent);
-  g_bytes -= extent.nbytes;
-  return true;
-}
-
 }  // namespace
+
+size_t page_size() {
+  static const size_t size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
 
 ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
   if (nbytes > static_cast<size_t>(INT64_MAX) / 2)
@@ -311,13 +189,12 @@ ncclResult_t memory_allocate(void** ptr, size_t nbytes) {
   Error error;
   if (!enough_memory("ncclMemAlloc", rounded, &error)) return raise(error);
   std::lock_guard<std::mutex> hold(tables_lock());
-  forget_all_freed();  // or the new memory could lie at the address of some
   Extent extent;
   if (!open_heap(&error) || !take_extent(rounded, &extent, &error)) return raise(error);
   int code;
   char* address = map_own(extent, &code);
   if (!address) return raise(no_memory("ncclMemAlloc", nbytes, strerror(code)));
-  heap().allocations[reinterpret_cast<uintptr_t>(address)] = {extent, Origin::kAllocated, 1, 0, {}, 0, 0};
+  heap().allocations[reinterpret_cast<uintptr_t>(address)] = extent;
   g_used.store(true, std::memory_order_release);
   g_bytes += rounded;
   *ptr = address;
@@ -328,9 +205,9 @@ ncclResult_t memory_free(void* ptr) {
   if (!ptr) return ncclSuccess;
   std::lock_guard<std::mutex> hold(tables_lock());
   auto found = heap().allocations.find(reinterpret_cast<uintptr_t>(ptr));
-  if (found == heap().allocations.end() || found->second.origin != Origin::kAllocated)
+  if (found == heap().allocations.end())
     return raise(collHostErrorArgument, "ncclMemFree", format("%p was not given by ncclMemAlloc", ptr));
-  Extent extent = found->second.extent;
+  Extent extent = found->second;
   heap().allocations.erase(found);
   munmap(ptr, extent.nbytes);
   give_back(extent);
@@ -338,97 +215,22 @@ ncclResult_t memory_free(void* ptr) {
   return ncclSuccess;
 }
 
-bool memory_share(void* address, size_t nbytes) {
-  std::lock_guard<std::mutex> hold(tables_lock());
-  auto found = holding(address, nbytes);
-  if (found == heap().allocations.end()) return share(mapping_of(address, nbytes), Origin::kRegistered);
-  Allocation& known = found->second;
-  if (known.origin == Origin::kRegistered) ++known.users;
-  if (known.origin == Origin::kUsed) known.origin = Origin::kRegistered, known.users = 1;
-  return true;
-}
-
-void memory_unshare(void* address) {
-  std::lock_guard<std::mutex> hold(tables_lock());
-  auto found = holding(address, 1);
-  if (found == heap().allocations.end()) return;
-  if (found->second.origin != Origin::kRegistered || --found->second.users) return;
-  if (found->second.in_flight) {  // since before it was registered: peers may write to it
-    found->second.origin = Origin::kUsed;
-  } else {
-    make_private(found->first, found->second.extent);
-    heap().allocations.erase(found);  // in any case: it may be freed, and its address used for something else
-  }
-}
-
-bool memory_share_used(void* address, size_t nbytes) {
-  OwnMapping own = mapping_of(address, nbytes);
-  uint64_t mark[2];
-  if (own.before < sizeof mark || !is_replaceable(own)) return false;
-  char* at = own.base + own.before - sizeof mark;
-  if (!read_own(at, mark, sizeof mark)) return false;  // the system doesn't allow it
-  random_bytes(mark, sizeof mark);
-  Allocation* known = share(own, Origin::kUsed);
-  if (!known) return false;
-  memcpy(at, mark, sizeof mark);
-  memcpy(known->mark, mark, sizeof mark);
-  return true;
-}
-
-void forget_freed() {
-  std::lock_guard<std::mutex> hold(tables_lock());
-  forget_all_freed();
-}
-
-void heap_before_fork() {
-  auto& allocations = heap().allocations;
-  bool any = false;
-  for (const auto& [address, known] : allocations) any = any || known.origin == Origin::kUsed;
-  if (!any) return;
-  bool keep = pages_may_be_pinned();
-  for (auto it = allocations.begin(); it != allocations.end();) {
-    // Another thread may free it at any time, and get other memory at its address: so each is looked at
-    // right before it is replaced, and not all before the first, which takes a while.
-    bool alive = is_alive(it->first, it->second), changes = it->second.origin == Origin::kUsed && !it->second.in_flight && !keep;
-    if (!alive) it = forget(it);
-    else if (changes && make_private(it->first, it->second.extent)) it = allocations.erase(it);
-    else ++it;
-  }
-}
-
-SharedPlace SharedMemoryUse::place(const void* address, size_t nbytes) {
-  if (!g_used.load(std::memory_order_acquire)) return {};
-  std::lock_guard<std::mutex> hold(tables_lock());
-  auto found = holding(address, nbytes);
-  if (found == heap().allocations.end()) return {};
-  if (found->second.origin == Origin::kUsed) {
-    ++found->second.in_flight;
-    note_shared_use(++found->second.uses);
-    bases_[count_++] = found->first;
-  }
-  return place_in(found, address);
-}
-
-void SharedMemoryUse::end() {
-  std::lock_guard<std::mutex> hold(tables_lock());
-  while (count_) {
-    auto found = heap().allocations.find(bases_[--count_]);
-    if (found != heap().allocations.end()) --found->second.in_flight;
-  }
-}
-
 SharedPlace shared_place(const void* address, size_t nbytes) {
   if (!g_used.load(std::memory_order_acquire)) return {};
   std::lock_guard<std::mutex> hold(tables_lock());
-  auto found = holding(address, nbytes);
-  if (found == heap().allocations.end()) return {};
-  return place_in(found, address);
+  auto& allocations = heap().allocations;
+  uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  auto above = allocations.upper_bound(at);
+  if (above == allocations.begin()) return {};
+  auto [base, extent] = *std::prev(above);
+  if (at + nbytes > base + extent.nbytes) return {};
+  return {extent, extent.offset + (at - base)};
 }
 
 char* own_address(const SharedPlace& place) {
   std::lock_guard<std::mutex> hold(tables_lock());
-  for (const auto& [base, known] : heap().allocations)
-    if (known.extent.offset == place.extent.offset) return reinterpret_cast<char*>(base) + (place.offset - place.extent.offset);
+  for (const auto& [base, extent] : heap().allocations)
+    if (extent.offset == place.extent.offset) return reinterpret_cast<char*>(base) + (place.offset - place.extent.offset);
   errno = EFAULT;
   return nullptr;
 }
@@ -487,10 +289,7 @@ char* PeerHeap::address(const SharedPlace& place) {
   return m.base + (place.offset - m.extent.offset);
 }
 
-uint64_t memory_in_use() {
-  forget_freed();
-  return g_bytes;
-}
+uint64_t memory_in_use() { return g_bytes; }
 
 void count_memory(int64_t nbytes) { g_bytes += static_cast<uint64_t>(nbytes); }
 

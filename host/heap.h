@@ -1,5 +1,4 @@
-// Memory that a process shares with its peers: allocated by ncclMemAlloc, or passed to
-// ncclCommRegister.
+// Memory that a process shares with its peers: what ncclMemAlloc returns.
 //
 // Each process has one file without a name (memfd), made at its first communicator and passed to
 // the peers' processes in the bootstrap. Memory is an extent of that file, so a peer that knows an
@@ -10,15 +9,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "error.h"
 
 namespace coll {
 
-// A place in a process's file. An extent is what was allocated or registered as one; nbytes 0: not
-// shared memory.
+// A place in a process's file. An extent is what was allocated as one; nbytes 0: not shared memory.
 struct Extent {
   uint64_t offset = 0, nbytes = 0;
 };
@@ -30,42 +27,9 @@ struct SharedPlace {
 ncclResult_t memory_allocate(void** ptr, size_t nbytes);
 ncclResult_t memory_free(void* ptr);
 
-// Put memory of the caller's into the file, at the same address. Only an allocation that is a
-// mapping of its own can be: malloc's large ones, from their first byte. Returns false where it
-// can't; then it stays as it was. Each share needs an unshare, which makes it private memory again.
-bool memory_share(void* address, size_t nbytes);
-void memory_unshare(void* address);
-
-// The same for memory whose owner doesn't know of it, and may free it. Only with unused bytes before
-// its beginning, which hold a mark for as long as it is there. Under tables_lock().
-bool memory_share_used(void* address, size_t nbytes);
-// Let go of what was freed of it.
-void forget_freed();
-// Make it private memory again, so that a child has its contents at the time of the fork; but for
-// what a call is using, whose peers may write to it. Under tables_lock().
-void heap_before_fork();
-
 // Where memory of this process is in its file; extent.nbytes 0 where not all of it is one shared
 // extent's.
 SharedPlace shared_place(const void* address, size_t nbytes);
-// The shared memory that one call of this process uses, from looking it up to the call's end.
-class SharedMemoryUse {
- public:
-  SharedMemoryUse() = default;
-  SharedMemoryUse(SharedMemoryUse&& other) noexcept : count_(other.count_) {
-    std::copy(other.bases_, other.bases_ + count_, bases_);
-    other.count_ = 0;
-  }
-  SharedMemoryUse& operator=(SharedMemoryUse&&) = delete;
-  ~SharedMemoryUse() { if (count_) end(); }
-  // shared_place() of an array of the call's, of which there are at most two.
-  SharedPlace place(const void* address, size_t nbytes);
-
- private:
-  void end();
-  uintptr_t bases_[2];
-  int count_ = 0;
-};
 
 // The address in this process of a place in its own file, for ranks that are threads of one
 // process.
@@ -94,6 +58,8 @@ class PeerHeap {
   std::vector<Mapping> mappings_;
   size_t newest_ = 0;
 };
+
+size_t page_size();
 
 // Bytes of extents, and of communicators' segments, that this process has asked the system for.
 uint64_t memory_in_use();

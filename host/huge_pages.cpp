@@ -11,8 +11,7 @@
 #include <algorithm>
 #include <mutex>
 
-#include "malloc_mapping.h"
-#include "shared_by_use.h"
+#include "heap.h"
 
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
@@ -30,7 +29,6 @@ constexpr int kAgain = 32, kAfterRefusal = 1024;
 constexpr int kAtOnce = 8;       // blocks in one call
 
 bool is_allowed() {
-  if (!may_share_by_use()) return false;
   FILE* file = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "re");
   if (!file) return false;
   char line[128] = {};

@@ -5,7 +5,6 @@
 #include "comm.h"
 #include "group.h"
 #include "heap.h"
-#include "shared_by_use.h"
 #include "system.h"
 
 using namespace coll;
@@ -21,11 +20,10 @@ ncclResult_t add_registration(const char* op, ncclComm_t comm, void* buff, size_
     if (!c) return last_error().code;
     if (!handle) return raise(collHostErrorArgument, op, "the handle's address is NULL");
     if (!buff && size) return raise(collHostErrorArgument, op, "buff is NULL");
-    auto record = std::make_unique<Registration>(Registration{buff, size, false});
+    auto record = std::make_unique<Registration>(Registration{buff});
     std::lock_guard<std::mutex> hold(c->state_lock);
     *handle = record.get();
-    Registration& kept = *(c->registered[*handle] = std::move(record));
-    kept.shared = size && !c->segment->header()->apart.load() && memory_share(buff, size);
+    c->registered[*handle] = std::move(record);
     return ncclSuccess;
   });
 }
@@ -38,7 +36,6 @@ ncclResult_t remove_registration(const char* op, ncclComm_t comm, void* handle) 
     auto found = c->registered.find(handle);
     if (found == c->registered.end())
       return raise(collHostErrorArgument, op, format("%p is no handle of this communicator", handle));
-    if (found->second->shared) memory_unshare(found->second->address);
     c->registered.erase(found);
     return ncclSuccess;
   });
@@ -248,16 +245,6 @@ ncclResult_t collHostMemoryShared(const void* address, size_t nbytes, int* share
   return guarded("collHostMemoryShared", [&] {
     if (!shared) return raise(collHostErrorArgument, "collHostMemoryShared", "shared is NULL");
     *shared = nbytes && shared_place(address, nbytes).extent.nbytes;
-    return ncclSuccess;
-  });
-}
-
-ncclResult_t collHostCommNoteUse(ncclComm_t comm, const void* address, size_t nbytes) {
-  return guarded("collHostCommNoteUse", [&] {
-    ncclComm* c = checked(comm, "collHostCommNoteUse");
-    if (!c) return last_error().code;
-    bool apart = c->size < 2 || c->segment->header()->apart.load(std::memory_order_relaxed);
-    if (!apart && address && !shared_place(address, nbytes).extent.nbytes) note_use(address, nbytes);
     return ncclSuccess;
   });
 }

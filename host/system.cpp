@@ -35,7 +35,7 @@ auto& watches() {
 struct ForkHandlers {
   ForkHandlers() {
     pthread_atfork(
-        [] { order_lock().lock(); tables_lock().lock(); heap_before_fork(); },
+        [] { order_lock().lock(); tables_lock().lock(); },
         [] { tables_lock().unlock(); order_lock().unlock(); },
         [] { tables_lock().unlock(); order_lock().unlock(); g_forks++; });
   }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory
 from ..rendezvous.process_groups import find_group_backend
 from ..torch_compat import group_timeout_setter
 from ..torch_patches import patch_attribute
@@ -18,8 +21,10 @@ def install() -> None:
     """Make torch's functions that look at a group's class work on groups of this backend.
 
     Those are ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout``. Blocking ``send``
-    and ``recv`` are made faster.
+    and ``recv`` are made faster, and DistributedDataParallel's buckets on the host are allocated in
+    memory that the ranks share.
     """
+    _share_buckets()
     c10d = dist.distributed_c10d
     barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
@@ -61,6 +66,25 @@ def install() -> None:
             module, "batch_isend_irecv", batch_isend_irecv,
             "torch issues a batch call by call on process groups that are subclasses, and NCCL needs it as one group",
         )  # fmt: skip
+
+
+def _share_buckets() -> None:
+    init_reducer = DistributedDataParallel._ddp_init_helper
+
+    @functools.wraps(init_reducer)
+    def _ddp_init_helper(self, *args, **kwargs):
+        backend = _find_backend(self.process_group)
+        shares_memory = self.device.type == "cpu" and backend is not None and backend.supports_tensor_alloc("cpu")
+        # With find_unused_parameters DDP keeps the buckets that it makes here, else those that it makes next.
+        with allocate_buckets(self) if shares_memory and self.find_unused_parameters else contextlib.nullcontext():
+            init_reducer(self, *args, **kwargs)
+        if shares_memory:
+            rebuild_in_shareable_memory(self)
+
+    patch_attribute(
+        DistributedDataParallel, "_ddp_init_helper", _ddp_init_helper,
+        "torch asks a group for buckets' memory only by its C++ class Backend, and has malloc allocate them",
+    )  # fmt: skip
 
 
 def _waited_at_once(function):

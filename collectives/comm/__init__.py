@@ -5,7 +5,7 @@ from .communicator import Communicator
 from .config import CommConfig, gather_config
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
 from .liveness import RankExits, describe_exit, has_ended, publish_process, this_process
-from .malloc import allocate_with_mmap, keep_freed_memory
+from .malloc import keep_freed_memory
 from .mem_pool import use_mem_pool
 from .registration import BufferRegistrationCache, Registration
 from .waiting import RankWait, call_with_timeout, first_line, format_ranks, log_while_waiting
@@ -26,7 +26,6 @@ __all__ = [
     "Work",
     "all_gather_bytes",
     "all_gather_object",
-    "allocate_with_mmap",
     "call_with_timeout",
     "describe_exit",
     "engines",

@@ -18,8 +18,19 @@ import torch
 from ..cuda_state import is_capturing
 from ..errors import CollectivesError
 from .arguments import parse_allocation
+from .engine import get_engine
 
-__all__ = ["allocate", "allocation_of", "free_dropped", "is_window_memory", "storage_of"]
+__all__ = [
+    "MIN_SHARED_BYTES",
+    "allocate",
+    "allocate_shared",
+    "allocation_of",
+    "free_dropped",
+    "is_window_memory",
+    "storage_of",
+]
+
+MIN_SHARED_BYTES = 64 << 10  # of a buffer that is worth pages of its own
 
 _BLOCK_BYTES = 2 << 20  # what ncclMemAlloc takes at least on CUDA
 _SHARED_BELOW = 1 << 20  # bytes of a tensor; a larger one has an allocation of its own
@@ -145,21 +156,36 @@ def allocate(comm, n: int, dtype: torch.dtype | None, window: bool) -> torch.Ten
     if not nbytes:
         return torch.empty(n, dtype=dtype, device=device)
     if device.type == "cpu":
-        ptr, part = library.mem_alloc(nbytes), None
-        array = (ctypes.c_char * nbytes).from_address(ptr)
-    else:
-        with torch.cuda.device(device):
-            free_dropped()
-            ptr, part = _allocate_on_cuda(library, device, nbytes, window)
-        array = _CudaArray(ptr, nbytes)
+        return _allocate_on_host(library, nbytes, dtype, window)
+    with torch.cuda.device(device):
+        free_dropped()
+        ptr, part = _allocate_on_cuda(library, device, nbytes, window)
+    array = _CudaArray(ptr, nbytes)
+    _drop_with(array, library, ptr, device, part, window)
+    return torch.as_tensor(array, device=device).view(dtype)
+
+
+def allocate_shared(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor of `n` > 0 elements that the ranks of a node share, as `CommMemory.empty` does on
+    the host; no communicator need be open.
+    """
+    return _allocate_on_host(get_engine("host").library, n * dtype.itemsize, dtype, False)
+
+
+def _allocate_on_host(library, nbytes: int, dtype: torch.dtype, window: bool) -> torch.Tensor:
+    ptr = library.mem_alloc(nbytes)
+    array = (ctypes.c_char * nbytes).from_address(ptr)
+    _drop_with(array, library, ptr, torch.device("cpu"), None, window)
+    return torch.frombuffer(array, dtype=dtype)
+
+
+def _drop_with(array, library, ptr: int, device: torch.device, part, window: bool) -> None:
+    """Have memory dropped with the object by which torch reads it."""
     if window:
         _window_memory.add(ptr)
     # Not at interpreter exit: tensors may still be in use by then, and the system takes the memory
     # back anyway.
     weakref.finalize(array, _drop, library, ptr, device, part, os.getpid()).atexit = False
-    if device.type == "cpu":
-        return torch.frombuffer(array, dtype=dtype)
-    return torch.as_tensor(array, device=device).view(dtype)
 
 
 def _allocate_on_cuda(library, device: torch.device, nbytes: int, window: bool):

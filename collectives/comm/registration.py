@@ -13,9 +13,8 @@ from .agree import verify_same
 from .arguments import invalid
 from .closing import end_registration, refuse_in_capture
 from .group import open_groups
-from .malloc import MIN_SHARED_BYTES
 from .mem_pool import is_pooled, missing_pool_reason
-from .memory import allocate, allocation_of, is_window_memory, storage_of
+from .memory import MIN_SHARED_BYTES, allocate, allocation_of, is_window_memory, storage_of
 
 __all__ = ["BufferRegistrationCache", "CommMemory", "Registration"]
 
@@ -27,9 +26,8 @@ class Registration:
     """A registered array, held alive until it is deregistered. Made by `Communicator.register()`
     and `Communicator.register_window()`.
 
-    `zero_copy`: whether the engine uses the array in place. On the host that needs memory that can
-    be shared: of `Communicator.empty()`, or an allocation so large that malloc gave it a mapping of
-    its own; an array in malloc's heap is staged. NCCL decides for each operation: None. `kind`:
+    `zero_copy`: whether the engine uses the array in place: True on the host; None with NCCL, which
+    decides for each operation. `kind`:
     "buffer" (ncclCommRegister), "window" (ncclCommWindowRegister, symmetric), or None where the
     library has neither and nothing is registered.
     """
@@ -46,7 +44,7 @@ class Registration:
         self.zero_copy = zero_copy
 
     def __repr__(self):
-        how = {True: ", used in place", False: ", staged", None: ""}[self.zero_copy]
+        how = ", used in place" if self.zero_copy else ""
         return f"<Registration of {self.nbytes} bytes{f' as {self.kind}' if self.kind else ''}{how}>"
 
 
@@ -71,11 +69,20 @@ class CommMemory:
     def register(self, array) -> Registration:
         """Register an array's memory, so that the engine may use it with no staging copy.
 
-        The array is held alive until `deregister` or `close()`. A local call, and no other thread
-        may write to the array meanwhile. On the host the allocation becomes shared memory at its
-        address where that can be done (the result's `zero_copy`). C: ncclCommRegister (NCCL 2.19).
+        The array is held alive until `deregister` or `close()`. A local call. On the host the array
+        must lie in memory that the ranks share: that of `empty`, of a process group's
+        ``allocate_tensor``, or a DDP bucket's. The engine uses such memory in place without a
+        registration, too. Raises `InvalidArgument` for other memory of the host: nothing makes it
+        shared, since a driver may have pinned its pages. C: ncclCommRegister (NCCL 2.19).
         """
+        self._check_open("register")
         buffer = self._reader.read(array, "register", writes=True)
+        if self._on_host and buffer.nbytes and not is_shared(self, buffer.ptr, buffer.nbytes):
+            raise invalid(
+                self, "register",
+                "the ranks don't share this array's memory, and the engine can't use it in place: allocate the array "
+                "with Communicator.empty(n, dtype)",
+            )  # fmt: skip
         place = allocation_of(array, buffer.ptr, buffer.nbytes)
         with self._device_guard():
             handle = self._native.register(*place)
@@ -119,15 +126,13 @@ class CommMemory:
         """End a registration; no operation that uses the array may be in flight, on any rank.
 
         A local call. C: ncclCommDeregister, ncclCommWindowDeregister. On the host `InvalidUsage` is
-        raised while asynchronous operations are in flight: the peers may use the array's memory,
-        which becomes this process's own again. On CUDA it waits for the GPU.
+        raised while asynchronous operations are in flight. On CUDA it waits for the GPU.
         """
         _deregister(self, registration)
 
 
 def _add(comm, array, buffer, address: int, handle: int, kind: str | None) -> Registration:
-    shared = comm.engine.library.memory_shared(buffer.ptr, buffer.nbytes) if comm._on_host else None
-    registration = Registration(array, address, buffer.nbytes, handle, kind, shared)
+    registration = Registration(array, address, buffer.nbytes, handle, kind, True if comm._on_host else None)
     comm._registrations.add(registration)
     return registration
 
@@ -151,23 +156,24 @@ def _deregister(comm, registration: Registration) -> None:
 class _Entry:
     """What the cache knows of one buffer."""
 
-    __slots__ = ("comm", "finalizer", "last_round", "registration")
+    __slots__ = ("comm", "finalizer", "in_place", "last_round", "registration")
 
     def __init__(self, last_round: int):
         self.last_round = last_round  # in which the buffer was observed
         self.comm = None  # from the buffer's second round on
-        self.registration: Registration | None = None  # None where the buffer can't be shared
+        self.in_place = False  # the engine needs no staging copy
+        self.registration: Registration | None = None  # of a buffer in a `mem_pool`
         self.finalizer: weakref.finalize | None = None  # ends the registration when the buffer's owner is freed
 
 
 class BufferRegistrationCache:
     """Cache of registrations of buffers that another library uses again, such as DDP's buckets.
 
-    A buffer is registered when it is observed for the second time: DDP frees its first buckets
-    after one backward, and later ones keep their addresses. A registration holds the buffer's
-    memory until the buffer is absent for some rounds, or its `owner` (a parameter) or the cache is
-    freed. On the host a buffer is registered if it can be shared, on CUDA if it lies in a
-    `mem_pool`.
+    On CUDA a buffer in a `mem_pool` is registered when it is observed for the second time: DDP
+    frees its first buckets after one backward, and later ones keep their addresses. A registration
+    holds the buffer's memory until the buffer is absent for some rounds, or its `owner` (a
+    parameter) or the cache is freed. On the host nothing is registered: what the engine has
+    allocated is used in place.
     """
 
     def __init__(self):
@@ -200,7 +206,7 @@ class BufferRegistrationCache:
         entries = [entry for entry in list(self._entries.values()) if entry.comm is not None]
         if not entries:
             return "no bucket has come back yet"
-        count = f"{sum(entry.registration is not None for entry in entries)} of {len(entries)} buckets"
+        count = f"{sum(entry.in_place for entry in entries)} of {len(entries)} buckets"
         if entries[0].comm._on_host:
             return f"{count} shared"
         reason = missing_pool_reason()
@@ -225,25 +231,19 @@ class BufferRegistrationCache:
             return
         if entry.comm is None and entry.last_round != self._round:
             entry.comm = comm
-            registration = _register_in_place(comm, buffer)
-            if registration is not None:
-                entry.registration = registration
+            if comm._on_host:
+                entry.in_place = is_shared(comm, *key)
+            elif is_pooled(buffer) and comm.engine.library.has("ncclCommRegister"):
+                entry.in_place = True
+                entry.registration = registration = comm.register(buffer)
                 entry.finalizer = weakref.finalize(owner(), _end, self._entries, key, registration)
                 entry.finalizer.atexit = False
         entry.last_round = self._round
 
 
-def _register_in_place(comm, buffer: torch.Tensor) -> Registration | None:
-    """Register a buffer that another library allocated; None where that has no use."""
-    if not comm._on_host:
-        if not is_pooled(buffer) or not comm.engine.library.has("ncclCommRegister"):
-            return None
-        return comm.register(buffer)
-    registration = comm.register(buffer)
-    if registration.zero_copy:
-        return registration
-    comm.deregister(registration)  # a staged buffer has no use for it
-    return None
+def is_shared(comm, address: int, nbytes: int) -> bool:
+    """Return whether all of a range of the host's memory is shared with the ranks of the node."""
+    return comm.engine.library.memory_shared(address, nbytes)
 
 
 def _end_all(entries: dict) -> None:

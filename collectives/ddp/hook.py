@@ -127,7 +127,7 @@ def _on_register(ddp, state, hook) -> None:
     """
     if hook is not fused_allreduce:
         return
-    rebuild_in_shareable_memory(ddp)
+    rebuild_in_shareable_memory(ddp, not isinstance(state, HookState) or state.shares_memory)
     param = next(iter(ddp.parameters()))
     has_hook = ddp in find_hooked_ddps(param)  # and torch refuses this one
     count_steps(ddp.parameters(), None if has_hook else ddp)

@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -73,10 +75,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if len(arguments) < _CAP_AT and options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
             options.update(_default_cap(module, arguments, options))
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
-        self.bucket_rebuild = BucketRebuild()
 
     def _ddp_init_helper(self, *arguments, **options):
-        with allocate_buckets(self):
+        self.bucket_rebuild = BucketRebuild(shares_memory=False)  # on the host when the hook is registered
+        on_host = self.device.type == "cpu"
+        with contextlib.nullcontext() if on_host and not self.find_unused_parameters else allocate_buckets(self):
             super()._ddp_init_helper(*arguments, **options)
 
     @disable_dynamo(recursive=False)

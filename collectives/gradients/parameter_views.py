@@ -45,12 +45,13 @@ def find_in_place(params, offsets, numel: int) -> torch.Tensor | None:
     return first.detach().as_strided((numel,), (1,))
 
 
-def move_into_bucket(params, offsets, numel: int, optimized: Iterable[torch.Tensor]) -> tuple[int, str] | None:
+def move_into_bucket(comm, params, offsets, numel: int, optimized: Iterable[torch.Tensor]) -> tuple[int, str] | None:
     """Make a bucket's parameters views of one new allocation of `numel` elements.
 
     A local call, on torch's current stream. On CUDA the memory is of a `mem_pool`, which NCCL can
-    register. `optimized`: all parameters that may lie in an allocation together. Returns None, or,
-    where nothing was changed, the index of a parameter and why it must stay.
+    register; on the host it is ``comm.empty``'s, which the ranks share. `optimized`: all parameters
+    that may lie in an allocation together. Returns None, or, where nothing was changed, the index
+    of a parameter and why it must stay.
     """
     obstacle = _find_obstacle(params, offsets, optimized)
     if obstacle is not None:
@@ -60,7 +61,7 @@ def move_into_bucket(params, offsets, numel: int, optimized: Iterable[torch.Tens
         with use_mem_pool(first.device):
             flat = torch.empty(numel, dtype=first.dtype, device=first.device)
     else:
-        flat = torch.empty(numel, dtype=first.dtype)
+        flat = comm.empty(numel, first.dtype)
     views = [
         flat.as_strided(param.size(), param.stride(), offset) for param, offset in zip(params, offsets, strict=True)
     ]

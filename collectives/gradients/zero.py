@@ -289,7 +289,7 @@ class ShardedStep(OptimizerInBackward):
         optimized = [param for group in self.optimizer.param_groups for param in group["params"]]
         for state in due:
             state.drop_views()
-            obstacle = move_into_bucket(state.params, state.offsets, state.spec.numel, optimized)
+            obstacle = move_into_bucket(self._comm, state.params, state.offsets, state.spec.numel, optimized)
             if obstacle is not None:
                 at, state.stays = obstacle
                 warnings.warn(

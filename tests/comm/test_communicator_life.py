@@ -276,7 +276,7 @@ def test_empty_refuses(comm):
 
 
 def test_registration_holds_its_array(comm):
-    tensor = torch.ones(1 << 16)
+    tensor = comm.empty(1 << 16)
     gone = weakref.ref(tensor)
     registration = comm.register(tensor)
     del tensor

@@ -17,7 +17,6 @@ import torch
 from collectives import errors
 from collectives._nccl import DTYPES, STEP_KINDS, StepList
 from collectives.comm.engine import get_engine
-from collectives.comm.malloc import allocate_with_mmap
 from collectives.comm.multinode import recorded
 from collectives.kernels.execution import library
 from tests.hosts import joined
@@ -123,45 +122,6 @@ def several(ctx):
 
 def test_several_communicators_at_once():
     assert run_ranks(several, 3, timeout=90) == [([], 3)] * 3
-
-
-def becomes_shared(ctx):
-    """Arrays that whole calls use: of rank 0, which has them in mappings of their own, they become shared memory."""
-    with joined(ctx, "aabb") as comm:
-        library = comm.engine.library
-        made = []
-        make = allocate_with_mmap if ctx.rank == 0 else lambda function: function()
-        make(lambda: made.extend(torch.full((COUNT,), float(ctx.rank)) for _ in range(4)))
-        array, out, part, sent = made
-
-        def is_shared(tensor):
-            return library.memory_shared(tensor.data_ptr(), tensor.nbytes)
-
-        found = []
-        for i in range(5):
-            array.fill_(ctx.rank + i)
-            comm.all_reduce(array, out=out)
-            assert out.eq(sum(range(ctx.size)) + ctx.size * i).all() and array.eq(ctx.rank + i).all()
-            comm.all_reduce(part[1:])
-            comm.broadcast(sent, 1)
-            assert sent.eq(1).all()
-            found.append((is_shared(array), is_shared(out), is_shared(sent), is_shared(part)))
-        address, nbytes = array.data_ptr(), array.nbytes
-        child = os.fork()
-        if child == 0:
-            array.fill_(-1.0)  # of the child alone
-            os._exit(0)
-        os.waitpid(child, 0)
-        comm.all_reduce(array, out=out)
-        assert out.eq(sum(range(ctx.size)) + ctx.size * 4).all()
-        del array
-        made.clear()
-        return found, library.memory_shared(address, nbytes)
-
-
-def test_whole_arrays_become_shared_by_use():
-    first, *_ = run_ranks(becomes_shared, 4, fresh=True, timeout=60)
-    assert first == ([(False, False, False, False)] * 2 + [(True, True, True, False)] * 3, False)
 
 
 # ---- Failures in the middle.

@@ -56,8 +56,7 @@ DEATHS = ["all_gather", "all_reduce", "reduce_scatter", "broadcast from it", "br
 @pytest.mark.parametrize("operation", DEATHS)
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_rank_dies_while_it_is_used(n, operation):
-    env = [{"COLLECTIVES_SHARE_AFTER": "0"}] * n  # its memory stays its own
-    found = run_ranks(until_killed, n, operation, deaths=[1], fresh=True, env=env)
+    found = run_ranks(until_killed, n, operation, deaths=[1], fresh=True)
     assert found.pop(1) == Died(signal.SIGKILL, 0)
     assert all(name == "RemoteError" and 1 in peers for name, peers in found), found
 
@@ -115,7 +114,7 @@ def may_not_write(ctx):
 @pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_filter_that_allows_reading_alone(n):
-    found = run_ranks(may_not_write, n, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": "0"}] * n)
+    found = run_ranks(may_not_write, n, fresh=True)
     assert found in ([True] * n, ["no filters here"] * n)
 
 
@@ -143,7 +142,7 @@ def write_refused(ctx, operation):
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast", "gather", "scatter"])
 @pytest.mark.parametrize("n", [2, 3])
 def test_nobody_succeeds_without_what_a_rank_could_not_write(n, operation):
-    found = run_ranks(write_refused, n, operation, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": "0"}] * n)
+    found = run_ranks(write_refused, n, operation, fresh=True)
     if None in found:
         pytest.skip("no filters here")
     assert found[:2] == ["RemoteError", "TransportError"], found
@@ -166,11 +165,10 @@ def beside_one_that_must_not(ctx):
 @pytest.mark.skipif(WRITEV is None, reason="numbers of system calls are known for two machines")
 def test_no_rank_writes_by_the_kernel_where_one_must_not():
     """COLLECTIVES_CMA=0 on one rank counts for all, also where the root's array is shared memory."""
-    env = [{"COLLECTIVES_SHARE_AFTER": "0", **({"COLLECTIVES_CMA": "0"} if rank == 1 else {})} for rank in range(3)]
+    env = [{"COLLECTIVES_CMA": "0"} if rank == 1 else {} for rank in range(3)]
     assert set(run_ranks(beside_one_that_must_not, 3, fresh=True, env=env)) <= {True, "no filters here"}
 
 
-NOT_SHARED = {"COLLECTIVES_SHARE_AFTER": "0"}
 F32 = 7
 
 
@@ -197,7 +195,7 @@ def given_up_while_written(ctx, count):
 
 
 def test_given_up_while_written():
-    (outcome, written), other = run_ranks(given_up_while_written, 2, 64 << 20, fresh=True, env=[NOT_SHARED] * 2)
+    (outcome, written), other = run_ranks(given_up_while_written, 2, 64 << 20, fresh=True)
     assert outcome == "CollectiveTimeout" and other == "RemoteError", (outcome, other)
     assert written <= 1 << 17, written  # the part of 512 KiB that it was in when it was stopped
 
@@ -223,7 +221,7 @@ def aborted_while_written(ctx, shared):
 @pytest.mark.parametrize("n", [2, 3])
 def test_aborted_while_written(n, shared):
     for _ in range(3):
-        assert all(run_ranks(aborted_while_written, n, shared, fresh=True, env=[NOT_SHARED] * n))
+        assert all(run_ranks(aborted_while_written, n, shared, fresh=True))
 
 
 def of_other_calls(ctx):
@@ -276,7 +274,7 @@ def from_all_addresses(ctx):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_pieces_and_addresses(n):
-    assert run_ranks(from_all_addresses, n, fresh=True, env=[NOT_SHARED] * n) == [[]] * n
+    assert run_ranks(from_all_addresses, n, fresh=True) == [[]] * n
 
 
 def huge_bytes(array):
@@ -293,7 +291,7 @@ def huge_bytes(array):
 
 def in_huge_pages(ctx):
     libc = ctypes.CDLL(None)
-    assert libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: in malloc's heap, which can't be shared
+    assert libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: in malloc's heap, one behind the other
     comm = ctx.new_communicator()
     array = torch.arange(4 * COUNT, dtype=torch.float32)  # 16 MiB
     other = torch.ones(4 * COUNT)  # behind it
@@ -309,19 +307,18 @@ def in_huge_pages(ctx):
 
 
 @pytest.mark.skipif("[never]" in _HUGE or not _HUGE, reason="no transparent huge pages here")
-@pytest.mark.parametrize("after", ["0", "3"])
-def test_huge_pages_by_use(after):
-    found = run_ranks(in_huge_pages, 2, fresh=True, env=[{"COLLECTIVES_SHARE_AFTER": after}] * 2)
+def test_huge_pages_by_use():
+    found = run_ranks(in_huge_pages, 2, fresh=True)
     if None in found:
         pytest.skip("the system makes no huge page on demand")
     for same, more in found:
-        assert same and (more >= 4 << 20 if after == "3" else more == 0), found
+        assert same and more >= 4 << 20, found
 
 
 def sent_beside_a_fork(ctx, forks):
     """How much of the root's array comes into huge pages, where a forked process may have it, too."""
     comm = ctx.new_communicator()
-    private = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # not malloc's, which could be shared
+    private = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = torch.frombuffer(private, dtype=torch.uint8)
     array.fill_(1)
     before = huge_bytes(array)

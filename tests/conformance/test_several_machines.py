@@ -210,7 +210,7 @@ def copies(ctx, machines):
         split_up(comm, machines)
 
         memory = comm.empty(5000).fill_(r)
-        registered = comm.register(torch.zeros(1 << 18))
+        registered = comm.register(comm.empty(1 << 18).zero_())
         comm.all_reduce(memory)
         comm.all_reduce(registered.array)
         assert (memory == sum(range(n))).all()

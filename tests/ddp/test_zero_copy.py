@@ -1,23 +1,38 @@
-"""DDP's own buckets as memory that the ranks share."""
+"""DDP's buckets as memory that the ranks share, from their beginning."""
 
-import ctypes
+import copy
 import gc
 import pickle
+import re
+import resource
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from tests.ddp.training import over_gloo, run, wrap
+from tests.backend.groups import over
+from tests.ddp.training import over_gloo, run
 
-WIDTH = 3000  # 36 MB in one bucket
-M_MMAP_THRESHOLD = -3
+WIDTH = 300
+NBYTES = 4 * WIDTH * WIDTH  # of a weight
 
 
-def map_large_memory():
-    """Have malloc give what is larger than 1 MiB a mapping of its own. Else what was freed before would decide."""
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
+def make_ddp(kind, state, **options):
+    """DDP of torch's class or of ours with the hook, or of torch's over our backend without one."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    options = {"bucket_cap_mb": NBYTES / 2**20, **options}
+    if kind == "ours":
+        ddp = collectives.DistributedDataParallel(model, **options)
+        ddp.register_comm_hook(state, collectives.fused_allreduce)
+        return ddp
+    ddp = DistributedDataParallel(model, **options)
+    if kind == "torch":
+        ddp.register_comm_hook(state, collectives.fused_allreduce)
+    return ddp
 
 
 def steps(ddp, rank, count):
@@ -26,69 +41,77 @@ def steps(ddp, rank, count):
         ddp.zero_grad()
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
         ddp(x).square().mean().backward()
-        found.append(ddp.module.weight.grad[::500].clone())
+        found += [param.grad.clone() for param in ddp.module.parameters()]
     return found
 
 
-@over_gloo
-def trained(ctx, zero_copy, views):
-    map_large_memory()
-    torch.manual_seed(3)
-    model = nn.Linear(WIDTH, WIDTH)
-    comm = ctx.communicator()
-    before = comm.engine.library.memory_in_use()
-    state = collectives.HookState(comm=comm, zero_copy=zero_copy)
-    ddp = wrap(model, "torch", state, bucket_cap_mb=60, gradient_as_bucket_view=views)
-    found = steps(ddp, ctx.rank, 4)
-    shared = comm.engine.library.memory_in_use() - before
+def are_shared(library, model):
+    return [library.memory_shared(param.grad.data_ptr(), param.grad.nbytes) for param in model.parameters()]
+
+
+def trained(ctx, kind, zero_copy, options):
+    library = ctx.communicator().engine.library
+    before = library.memory_in_use()
+    state = collectives.HookState(comm=ctx.communicator(), zero_copy=zero_copy)
+    ddp = make_ddp(kind, state, **options)
+    model = ddp.module
+    found = steps(ddp, ctx.rank, 7)
+    views = options["gradient_as_bucket_view"]
+    assert are_shared(library, model) == [zero_copy and views] * 2
     if zero_copy:
-        assert shared > 4 * WIDTH * WIDTH
-        assert "zero_copy: 1 of 1 buckets shared" in repr(state)
-        assert views == comm.engine.library.memory_shared(model.weight.grad.data_ptr(), 4 * WIDTH * WIDTH)
+        assert library.memory_in_use() - before >= 2 * NBYTES
     else:
-        assert shared == 0
-    # The gradients outlive DDP and are the program's own again once the model is gone.
-    kept = model.weight.grad
-    want = kept.clone()
-    del ddp, model
+        assert library.memory_in_use() == before
+    if kind != "backend":
+        assert re.search(r"zero_copy: ([12]) of \1 buckets shared" if zero_copy else "zero_copy: off", repr(state))
+    # The gradients outlive DDP, and hold the bucket's memory where they lie in it.
+    kept = [param.grad for param in model.parameters()]
+    want = [grad.clone() for grad in kept]
+    del ddp, model, state
     gc.collect()
-    assert comm.engine.library.memory_in_use() == before
-    assert torch.equal(kept, want)
-    kept += 1
+    assert all(map(torch.equal, kept, want))
+    kept[0] += 1
+    assert (library.memory_in_use() > before) == (zero_copy and views)
+    kept.clear()
+    gc.collect()
+    assert library.memory_in_use() == before
     return found
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.sampled(one_in=3)
-def test_buckets_are_shared_and_given_back(tmp_path, views):
-    shared = run(trained, 2, tmp_path / "a", True, views, fresh=True)
-    env = [{"COLLECTIVES_SHARE_AFTER": "0"}] * 2  # nor does the engine do it by itself
-    staged = run(trained, 2, tmp_path / "b", False, views, fresh=True, env=env)
-    for got, want in zip(shared, staged, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(*shared, strict=True))
+trained_over = {"collectives": over("collectives")(trained), "gloo": over_gloo(trained)}
+KINDS = "torch", "ours", "backend"
+MODES = {
+    "views": {"gradient_as_bucket_view": True},
+    "copies": {"gradient_as_bucket_view": False},
+    "static graph": {"gradient_as_bucket_view": True, "static_graph": True},
+    "unused parameters": {"gradient_as_bucket_view": True, "find_unused_parameters": True},
+}
 
 
-@over_gloo
-def of_torchs_own_class(ctx):
-    """DDP makes its final buckets outside of malloc's heap, also where malloc would put them there."""
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1
-    held = [torch.empty(WIDTH * WIDTH) for _ in range(4)]
-    del held  # so the heap has room
-    state = collectives.HookState(comm=ctx.communicator())
-    ddp = wrap(nn.Linear(WIDTH, WIDTH), "torch", state, bucket_cap_mb=60)
-    steps(ddp, ctx.rank, 5)
-    assert "zero_copy: 1 of 1 buckets shared" in repr(state)
+def train_on_backend(ctx, *args):
+    return trained_over["collectives"](ctx, *args)
 
 
-def test_buckets_of_torchs_own_class(tmp_path):
-    run(of_torchs_own_class, 2, tmp_path / "a", fresh=True)
+def train_on_gloo(ctx, *args):
+    return trained_over["gloo"](ctx, *args)
+
+
+# With find_unused_parameters torch's class keeps the buckets that it made before the hook was registered.
+@pytest.mark.parametrize(
+    "kind, mode",
+    [(kind, mode) for mode in MODES for kind in KINDS if (kind, mode) != ("torch", "unused parameters")],
+)
+def test_buckets_are_shared(tmp_path, kind, mode):
+    function = train_on_backend if kind == "backend" else train_on_gloo
+    shared = run(function, 2, tmp_path / "a", kind, True, MODES[mode])
+    staged = run(train_on_gloo, 2, tmp_path / "b", "torch", False, MODES["copies"])
+    for got in shared:
+        assert all(map(torch.equal, got, staged[0]))
 
 
 @over_gloo
 def built_again(ctx):
     """The buckets of a dead module are released, though its parameters live on."""
-    map_large_memory()
     torch.manual_seed(3)
     model = nn.Linear(WIDTH, WIDTH)
     comm = ctx.communicator()
@@ -96,16 +119,78 @@ def built_again(ctx):
     state = collectives.HookState(comm=comm)
     peak = 0
     for _ in range(3):
-        ddp = wrap(model, "torch", state, bucket_cap_mb=60)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(state, collectives.fused_allreduce)
         steps(ddp, ctx.rank, 6)
+        peak = max(peak, comm.engine.library.memory_in_use() - before)
         del ddp
         gc.collect()
-        peak = max(peak, comm.engine.library.memory_in_use() - before)
-    assert 4 * WIDTH * WIDTH < peak < 8 * WIDTH * WIDTH
+    assert NBYTES < peak < 2 * NBYTES
+    assert comm.engine.library.memory_in_use() == before
 
 
 def test_built_again(tmp_path):
-    run(built_again, 2, tmp_path / "a", fresh=True)
+    run(built_again, 2, tmp_path / "a")
+
+
+@over("collectives")
+def copied(ctx):
+    """A copied DDP object has buckets of its own, which are shared, too; so are those of no_sync's first backwards."""
+    library = ctx.communicator().engine.library
+    ddp = make_ddp("backend", None, gradient_as_bucket_view=True)
+    steps(ddp, ctx.rank, 3)
+    other = copy.deepcopy(ddp)
+    other.zero_grad()
+    with other.no_sync():
+        other(torch.ones(1, WIDTH)).sum().backward()
+    want = steps(ddp, ctx.rank, 3)
+    assert all(map(torch.equal, steps(other, ctx.rank, 3), want))
+    assert are_shared(library, ddp.module) == are_shared(library, other.module) == [True] * 2
+    del ddp, other
+    gc.collect()
+
+
+def test_a_copied_ddp_object(tmp_path):
+    run(copied, 2, tmp_path / "a")
+
+
+@over_gloo
+def no_memory(ctx):
+    """Where the system gives no more shared memory the buckets are staged, with a warning."""
+    state = collectives.HookState(comm=ctx.communicator())
+    ddp = make_ddp("torch", state, gradient_as_bucket_view=True)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
+    try:
+        with pytest.warns(UserWarning, match=f"a gradient bucket of {NBYTES} bytes lies in ordinary memory"):
+            found = steps(ddp, ctx.rank, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    found += steps(ddp, ctx.rank, 5)
+    assert "zero_copy: 0 of 2 buckets shared" in repr(state)
+    return found
+
+
+def test_no_memory_to_share(tmp_path):
+    staged = run(no_memory, 2, tmp_path / "a", fresh=True)  # whose file has no room that others have left
+    assert all(map(torch.equal, *staged))
+
+
+@over_gloo
+def others_are_left_alone(ctx):
+    """While DDP makes its buckets, tensors that are none are allocated as always."""
+    library = ctx.communicator().engine.library
+    ddp = make_ddp("ours", collectives.HookState(comm=ctx.communicator()))
+    steps(ddp, ctx.rank, 3)
+    before = library.memory_in_use()
+    tensors = torch.empty(1 << 20), torch.zeros(1 << 20), torch.empty(1 << 20, dtype=torch.int32)
+    assert not any(library.memory_shared(each.data_ptr(), each.nbytes) for each in tensors)
+    assert library.memory_in_use() == before
+    dist.barrier()
+
+
+def test_others_are_left_alone(tmp_path):
+    run(others_are_left_alone, 2, tmp_path / "a")
 
 
 def test_the_state_takes_it_along():

@@ -78,27 +78,6 @@ def test_stopped_while_it_writes():
     assert written <= 1 << 18, written  # what it was about to write when it was stopped
 
 
-def no_room_for_a_private_copy(ctx):
-    """Memory that can't be made private again isn't taken for shared later, when it may be somebody else's."""
-    comm = ctx.new_comm()
-    x = np.zeros(80 << 20, np.uint8)  # more than malloc's heap keeps free
-    handle = comm.register(x.ctypes.data, x.nbytes)
-    assert ctx.library.memory_shared(x.ctypes.data, x.nbytes)
-    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), before[1]))
-    try:
-        comm.deregister(handle)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    x[:] = 1
-    return bool(ctx.library.memory_shared(x.ctypes.data, x.nbytes))
-
-
-def test_no_room_for_a_private_copy():
-    assert run_ranks(no_room_for_a_private_copy, 1) == [False]
-
-
 def many_ranks(ctx):
     """More ranks than share memory need no more descriptors than before."""
     n = 80

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -195,9 +195,6 @@ class RecordedCollectives:
         places = _SEND, _SEND if sums == send else _SUMS, _SEND if out == send else _SUMS if out == sums else _OUT
         key = "all_reduce", count, what, places
         found = self._find(key, lambda levels: levels.all_reduce(*places, count, what))
-        self._note_uses((send, sums), count * ITEMSIZE[what.dtype])
-        if out not in (send, sums):
-            self._note_uses((out,), count * ITEMSIZE[what.out_dtype])
         self._run(found.items, found.steps, (send, sums, out))
         return found.result
 
@@ -205,13 +202,7 @@ class RecordedCollectives:
         """Send the root's ``nbytes`` to all ranks."""
         places = _SEND, _SEND if recv == send else _SUMS
         found = self._find(("broadcast", nbytes, root, places), lambda levels: levels.broadcast(*places, nbytes, root))
-        self._note_uses((send, recv) if root == self._topology.rank else (recv,), nbytes)
         self._run(found.items, found.steps, (send, recv))
-
-    def _note_uses(self, arrays: Iterable[int], nbytes: int) -> None:
-        """Count a use of whole arrays: the engine has them only in chunks, by which nothing becomes shared memory."""
-        for address in set(arrays):
-            self._intra_node.note_use(address, nbytes)
 
     # ---- Recording.
 

@@ -144,12 +144,8 @@ ncclResult_t collHostCommSequence(ncclComm_t comm, uint64_t* sequence);
 ncclResult_t collHostCommChunkBytes(ncclComm_t comm, size_t* nbytes);
 ncclResult_t collHostMemoryInUse(uint64_t* nbytes);
 // Whether a whole range of memory is this process's shared memory, which collectives use with no
-// staging copy: from ncclMemAlloc, or made so by ncclCommRegister. *shared: 1 or 0.
+// staging copy: from ncclMemAlloc. *shared: 1 or 0.
 ncclResult_t collHostMemoryShared(const void* address, size_t nbytes, int* shared);
-// The collectives that follow use this memory in parts, for one call of the program's that uses all of
-// it, so that nobody else may write to it. It counts as one use of it: ordinary memory that is
-// used again and again becomes shared memory.
-ncclResult_t collHostCommNoteUse(ncclComm_t comm, const void* address, size_t nbytes);
 // Drop what the calling thread has put into its open group, and leave the group (all levels).
 ncclResult_t collHostGroupCancel(void);
 
