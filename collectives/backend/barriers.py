@@ -33,14 +33,14 @@ class Barriers:
 
         With `timeout`, or the options', at most so long.
         """
-        self._sequence += 1
+        self._begin_collective("barrier")
         opts = make_options(_c10d.BarrierOptions, opts, timeout=timeout)
         seconds = seconds_of(opts.timeout)
         comm = self._barrier_communicator(opts.device)
         if seconds is None and not opts.asyncOp:
             comm.barrier()
             return completed_work()
-        work = BackendWork((start_barrier(comm),), [], None, seconds)
+        work = BackendWork((start_barrier(comm),), [], None, seconds, self._order)
         if not opts.asyncOp:
             work.wait()
         return work

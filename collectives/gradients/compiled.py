@@ -33,7 +33,6 @@ _REFUSED = {
     "optimizer": (None, "its updates are sharded by bucket"),
     "local_steps": (None, "it averages the model after a whole backward"),
     "wire": ("fp32", "a compressed wire pays only for buckets, and keeps its residuals by their parameters"),
-    "hierarchical": ("auto", "it splits buckets between the machine's ranks"),
     "predivide": (None, "it is for sums of long buckets in 16 bits; average=True divides in fp32"),
 }
 

@@ -11,7 +11,6 @@ import os
 from .. import optim
 from ..arrays import kind_of
 from ..compression import Compressor, make_compressor, parse_wire
-from ..compression.hierarchical import Hierarchical
 from ..environment import parse_whole_number
 from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
@@ -43,7 +42,6 @@ class HookOptions:
     norm_type: float = 2
     check_finite: bool = False
     local_steps: int | tuple[int, int] | None = None
-    hierarchical: bool | str = "auto"
     zero_copy: bool = True
     gather: str | None = None
     parameters_as_bucket_view: bool = False
@@ -68,15 +66,12 @@ class HookOptions:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         _check_positive("norm_type", self.norm_type, infinite=True)
-        if not isinstance(self.hierarchical, bool) and self.hierarchical != "auto":
-            raise InvalidArgument(f"hierarchical must be True, False or 'auto', not {self.hierarchical!r:.60}")
         if self.local_steps is not None:
             parse_local_steps(self.local_steps)
         _refuse(self._combinations(wire))
 
     def _combinations(self, wire: str) -> list[tuple[bool, str]]:
         """Return the combinations that are refused: whether these options are one, and the reason."""
-        reduces_nodes_first = self.hierarchical is True
         return [
             (self.predivide is not None and not self.average,
              "predivide splits the division of an average in two, and average=False divides nothing"),
@@ -91,11 +86,6 @@ class HookOptions:
             (self.local_steps is not None and (self.max_norm is not None or self.check_finite),
              "with local_steps each rank steps on its own gradients, which the hook doesn't look at: clip them with "
              "torch.nn.utils.clip_grad_norm_"),
-            (reduces_nodes_first and (self.algorithm != "native" or self.deterministic),
-             "hierarchical sums machine by machine, not in rank order and by no other algorithm"),
-            (reduces_nodes_first and (self.error_feedback or wire == "powersgd"),
-             "hierarchical sends parts of what a machine's ranks have summed: no rank's own error could be fed back, "
-             "and no matrix is whole"),
         ]  # fmt: skip
 
     def check_optimizer(self, optimizer) -> None:
@@ -113,8 +103,6 @@ class HookOptions:
             (self.deterministic and self.max_norm is not None,
              "a sharded optimizer's norm is of parts, whose places depend on buckets: deterministic takes max_norm "
              "without optimizer"),
-            (self.hierarchical is True,
-             "the parts of a sharded optimizer are those of a flat reduce-scatter: leave hierarchical out"),
         ])  # fmt: skip
 
     @property
@@ -124,12 +112,11 @@ class HookOptions:
 
     def make_compressor(self, parameter_names) -> Compressor:
         """Return a new compressor of these options' wire, whose state is saved by `parameter_names`."""
-        compressor = make_compressor(
+        return make_compressor(
             self.wire, block=self.block, error_feedback=self.error_feedback,
             stochastic_rounding=self.stochastic_rounding, deterministic=self.deterministic,
             algorithm=None if self.algorithm == "native" else self.algorithm, parameter_names=parameter_names,
         )  # fmt: skip
-        return Hierarchical(compressor) if self.hierarchical is True else compressor
 
     def changed(self) -> dict:
         """Return the options that have other values than the defaults, by name; `streams`: than 1."""

@@ -60,9 +60,7 @@ class HookState:
     `algorithm`: "native", "ring" or "direct" (fp32 alone). `deterministic`: the bits depend on the
     ranks' gradients alone, not on buckets, streams or engine; clipping then takes an extra pass for
     the norm. `streams`: spread buckets over this number of communicators, each with a CUDA stream
-    (on the host a thread); None: COLLECTIVES_STREAMS, else 1. `hierarchical`: True reduces inside
-    each node first and sends only shards of the result between nodes; "auto" and False leave that
-    to the engine.
+    (on the host a thread); None: COLLECTIVES_STREAMS, else 1.
 
     After the sum. `max_norm`: clip the gradient of all parameters to this norm, as
     ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, another p, or
@@ -112,7 +110,7 @@ class HookState:
         error_feedback: bool = False, stochastic_rounding: bool = False, average: bool = True,
         predivide: float | None = None, algorithm: str = "native", deterministic: bool = False,
         streams: int | None = None, max_norm: float | None = None, norm_type: float = 2, check_finite: bool = False,
-        optimizer=None, grad_scaler=None, local_steps=None, hierarchical="auto", zero_copy: bool = True,
+        optimizer=None, grad_scaler=None, local_steps=None, zero_copy: bool = True,
         gather: str | None = None, parameters_as_bucket_view: bool = False,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
@@ -123,7 +121,7 @@ class HookState:
             wire=wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding,
             average=average, predivide=predivide, algorithm=algorithm, deterministic=deterministic, streams=streams,
             max_norm=max_norm, norm_type=norm_type, check_finite=check_finite, local_steps=local_steps,
-            hierarchical=hierarchical, zero_copy=zero_copy, gather=gather,
+            zero_copy=zero_copy, gather=gather,
             parameters_as_bucket_view=parameters_as_bucket_view,
         )  # fmt: skip
         self.comm = comm

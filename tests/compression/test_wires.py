@@ -13,7 +13,6 @@ from torch import nn
 
 import collectives
 from collectives import HookState, errors
-from collectives.comm.multinode import levels
 from collectives.compression import Bucket, Scaling
 from collectives.compression.quantized import Quantized
 from collectives.layout import WIRE_FORMATS
@@ -260,31 +259,6 @@ def test_what_looks_at_a_whole_backward_takes_one_module_at_a_time():
     run(interleaved, 2)
 
 
-# ---- Two levels.
-
-
-@over_gloo
-def over_nodes(ctx, options):
-    """As if ranks 0, 2 were on one node, and 1, 3 on another."""
-    with mock.patch.object(levels, "get_host_hash", lambda: ctx.rank % 2 + 5):
-        state = HookState(hierarchical=True, check_finite=True, **options)
-        ddp = wrap(make_model(), "torch", state)
-        seen, params = train(ddp, 2, ctx.rank)
-        return [g for step in seen for g in step] + params, state.grad_norm, state.bytes_on_wire
-
-
-@pytest.mark.parametrize("options", [{}, {"wire": "bf16"}])
-def test_hierarchical(tmp_path, options):
-    results = run(over_nodes, 4, tmp_path / "two", options)
-    flat = run(called, 4, tmp_path / "flat", {"check_finite": True}, {"steps": 2})
-    assert same_bits([found for found, _, _ in results])
-    tolerance = 2e-2 if options else 2e-5
-    for a, b in zip(results[0][0], flat[0][0], strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 4)
-    norm = torch.stack([g.double().square().sum() for g in results[0][0][8:16]]).sum().sqrt()
-    assert all(found == pytest.approx(norm.item(), rel=1e-4) for _, found, _ in results)
-
-
 # ---- Stopping and going on.
 
 
@@ -441,9 +415,6 @@ def test_factors_that_one_rank_alone_has_loaded_are_refused(tmp_path):
             {"deterministic": True, "max_norm": 1.0, "optimizer": collectives.optim.SGD([torch.ones(1)])},
             "without optimizer",
         ),
-        ({"hierarchical": "yes"}, "hierarchical must be"),
-        ({"hierarchical": True, "algorithm": "ring"}, "machine by machine"),
-        ({"hierarchical": True, "wire": "int8", "error_feedback": True}, "no rank's own error"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_with_the_reason(options, text):

@@ -34,7 +34,7 @@ def steps(ctx, path, nodes):
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
         try:
             found = []
-            for options in ({}, {"wire": "bf16"}, {"hierarchical": True}):
+            for options in ({}, {"wire": "bf16"}):
                 net = make_model()
                 model = DistributedDataParallel(net, bucket_cap_mb=0.004)
                 model.register_comm_hook(collectives.HookState(**options), collectives.fused_allreduce)
@@ -58,8 +58,8 @@ def test_the_same_steps_on_two_nodes(tmp_path):
     two = run(steps, 4, tmp_path / "two", "aabb", timeout=100)
     assert all(not several and nodes == ((0, 1, 2, 3),) for _, several, nodes in one)
     assert all(several and nodes == ((0, 1), (2, 3)) for _, several, nodes in two)
-    for i in range(4):
+    for i in range(3):
         for (ours, _, _), (expected, _, _) in zip(two, one, strict=True):
             assert torch.equal(ours[i], two[0][0][i]), "all ranks have the same bits"
             assert torch.allclose(ours[i], expected[i], rtol=1e-5, atol=1e-6 if i != 1 else 1e-3), i
-    assert torch.equal(two[0][0][0], two[0][0][3]), "DDP and shards sum in the same order"
+    assert torch.equal(two[0][0][0], two[0][0][2]), "DDP and shards sum in the same order"

@@ -6,7 +6,6 @@ import functools
 import math
 import re
 
-import pytest
 import torch
 from torch import nn
 
@@ -202,7 +201,7 @@ def test_the_hook_takes_the_buckets_device(device, ranks):
         assert [grad.tolist() for grad in grads] == [[(ranks + 1) / 2]] * 2
 
 
-# ---- Scalers, accumulation, two levels, what goes on after a save.
+# ---- Scalers, accumulation, what goes on after a save.
 
 
 @in_group
@@ -233,31 +232,6 @@ def scaled(rank, where):
 def test_grad_scaler(device, ranks, case):
     found = check(device, scaled, ranks, case)
     assert found[0][1] == [256.0, 512.0, 256.0, 256.0]
-
-
-@in_group
-def on_two_machines(rank, wire):
-    model = make_terms(rank.device)
-    ddp = wrap(model, "torch", HookState(comm=rank.comm, hierarchical=True, wire=wire))
-    return train(rank, ddp, model, torch.optim.SGD(model.parameters(), RATE))
-
-
-@everywhere(["fp32", "int8"], everyday=["fp32"], ranks=(2,))
-@pytest.mark.parametrize("machines", ["one machine", "two machines"])
-def test_hierarchical(device, ranks, case, machines, monkeypatch):
-    names = "aa" if machines == "one machine" else "ab"
-    env = [{"COLLECTIVES_HOST_ID": name} for name in names]
-    found = check(device, on_two_machines, ranks, case, env=env)
-    if case == "fp32":
-        compare(list(found[0]), list(expected(ranks, None, True)))
-
-
-@everywhere(["fp32", "int8"], ranks=(4,), devices=["host", "simulated"])
-def test_hierarchical_on_two_machines_of_two_ranks(device, ranks, case):
-    env = [{"COLLECTIVES_HOST_ID": name} for name in "aabb"]
-    tolerance = {} if case == "fp32" else {"exact": False, "rtol": LOSS["int8"], "atol": LOSS["int8"]}
-    found = check(device, on_two_machines, ranks, case, env=env, **tolerance)
-    compare(list(found[0]), list(expected(ranks, None, True)), exact=False, rtol=LOSS[case], atol=LOSS[case])
 
 
 def fresh_and_resumed(rank, path, stop):

@@ -403,7 +403,6 @@ def strategies_with_max_norm(ctx):
 def refused_states(ctx):
     for options, reason in (
         ({"local_steps": 2}, "post-local"),
-        ({"hierarchical": True}, "flat reduce-scatter"),
         ({"streams": 2}, "one communicator"),
         ({"zero_copy": False}, "always shared"),
         ({"deterministic": True, "max_norm": 1.0}, "where these begin"),
