@@ -227,7 +227,6 @@ class ArrayReader:
         exchange: object = None,
         tensors: tuple[type, ...] = (),
         is_lazy: Callable[[Any], bool] | None = None,
-        lazy_bit: tuple[int, int, int] | None = None,
         buffer: type | None = None,
     ) -> None: ...
     @property

@@ -92,12 +92,9 @@ cdef class ArrayReader:
 
     ``tensors``: the exact types of tensors that are read, and ``exchange`` their capsule
     ``__dlpack_c_exchange_api__`` (None: tensors aren't read); ``is_lazy``: a function that returns
-    whether the memory of a tensor holds other values than the tensor; ``lazy_bit``: where that is a
-    bit of a tensor's memory, the offset of its C++ object's address in the Python object, the offset
-    of a 64-bit word in the C++ object, and the bit as a mask; then it is read in place of the call,
-    which takes a tenth of a microsecond. None: it isn't known. ``buffer``: an exact type
-    that is read by the buffer protocol, on the CPU alone. ``device_type`` and ``device_id`` as in
-    DLPack: 1 is the CPU, 2 is CUDA.
+    whether the memory of a tensor holds other values than the tensor. ``buffer``: an exact type that
+    is read by the buffer protocol, on the CPU alone. ``device_type`` and ``device_id`` as in DLPack:
+    1 is the CPU, 2 is CUDA.
     """
 
     cdef const collDLExchange_t* table      # NULL: tensors aren't read
@@ -105,11 +102,8 @@ cdef class ArrayReader:
     cdef object is_lazy
     cdef object buffer
     cdef int device_type, device_id
-    cdef size_t in_object, in_impl      # offsets of the lazy bit
-    cdef uint64_t lazy_mask             # 0: is_lazy is called
 
-    def __init__(self, int device_type, int device_id, *, exchange=None, tuple tensors=(), is_lazy=None, lazy_bit=None,
-                 buffer=None):
+    def __init__(self, int device_type, int device_id, *, exchange=None, tuple tensors=(), is_lazy=None, buffer=None):
         cdef const collDLExchange_t* table = NULL
         if exchange is not None:
             if not 1 <= len(tensors) <= 2 or is_lazy is None:
@@ -123,7 +117,6 @@ cdef class ArrayReader:
         self.tensor, self.parameter = (tensors[0], tensors[-1]) if table is not NULL else (None, None)
         self.table = table
         self.is_lazy = is_lazy
-        self.in_object, self.in_impl, self.lazy_mask = lazy_bit or (0, 0, 0)
         self.buffer = buffer if device_type == collDLCPU else None
         self.device_type, self.device_id = device_type, device_id
 
@@ -193,12 +186,7 @@ cdef class ArrayReader:
 
     cdef inline bint holds_other_values(self, object tensor) noexcept:
         """Return whether the memory isn't the tensor's values, as x.conj().imag's, which holds the negatives."""
-        cdef PyObject* lazy
-        cdef char* impl
-        if self.lazy_mask != 0:
-            impl = (<char**> (<char*> <PyObject*> tensor + self.in_object))[0]
-            return ((<uint64_t*> (impl + self.in_impl))[0] & self.lazy_mask) != 0
-        lazy = PyObject_CallOneArg(<PyObject*> self.is_lazy, <PyObject*> tensor)
+        cdef PyObject* lazy = PyObject_CallOneArg(<PyObject*> self.is_lazy, <PyObject*> tensor)
         if lazy is NULL:
             PyErr_Clear()
             return True

@@ -22,7 +22,6 @@ import torch
 
 from ._nccl import DTYPES, ArrayReader
 from .errors import InvalidArgument
-from .torch_compat import find_negative_bit
 
 __all__ = [
     "DTYPE_NAMES",
@@ -53,7 +52,6 @@ _STRIDED = torch.strided
 _TENSOR = torch.Tensor
 _PARAMETER = torch.nn.Parameter
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # a capsule, since torch 2.10
-_NEGATIVE_BIT = None if _EXCHANGE is None else find_negative_bit()
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 _DTYPE_ADVICE = {
@@ -124,7 +122,6 @@ class Reader:
             exchange=_EXCHANGE,
             tensors=(_TENSOR, _PARAMETER),
             is_lazy=_TENSOR.is_neg,
-            lazy_bit=_NEGATIVE_BIT,
             buffer=numpy.ndarray,
         )
 

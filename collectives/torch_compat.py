@@ -8,9 +8,7 @@ looks up each of both in the installed torch.
 
 from __future__ import annotations
 
-import ctypes
 import re
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,6 @@ __all__ = [
     "dynamo_disable",
     "flatten_dense_tensors",
     "fsdp_collectives",
-    "find_negative_bit",
     "fsdp_state_class",
     "group_backends",
     "group_timeout_setter",
@@ -184,57 +181,6 @@ def fsdp_state_class() -> type:
     return FSDPState
 
 
-_TENSOR_IMPL_BYTES = 176  # of a tensor's C++ object, at least, in all versions since 2.8
-
-
-def find_negative_bit() -> tuple[int, int, int] | None:
-    """Return where a tensor keeps whether its memory holds the negatives of its values, which ``is_neg``
-    returns; None where it isn't found.
-
-    That is a bit of its dispatch keys, a word of its C++ object. The result: the place of that object's
-    address in the Python object and of the word in the C++ object, in bytes, and the bit as a mask.
-    Places differ between versions of torch, so the words are searched for what torch itself says that
-    they hold, in tensors that differ in their keys: there must be one place for all of them. Some versions
-    keep the address elsewhere in a tensor that Python has let go of and finds again by a weak reference:
-    there it isn't found.
-    """
-    try:
-        mask = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative).raw_repr()
-        plain = torch.ones(2, device="cpu")
-        negative = torch._neg_view(plain)
-        samples = [plain, negative, plain.long(), torch.nn.Parameter(plain)]
-        with torch.inference_mode():
-            samples.append(torch.ones(3, device="cpu"))
-        owner, let_go = plain.clone(), plain.clone()
-        owner.grad = let_go
-        again = weakref.ref(let_go)
-        del let_go
-        samples.append(again())
-        keys = [torch._C._dispatch_keys(each).raw_repr() for each in samples]
-        addresses = [each._cdata for each in samples]
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # names that a version lacks
-        return None
-    in_object = _find_word([id(each) for each in samples], addresses, object.__basicsize__, torch.Tensor.__basicsize__)
-    in_impl = _find_word(addresses, keys, 0, _TENSOR_IMPL_BYTES)
-    has_bit = [bool(each & mask) for each in keys]
-    if in_object is None or in_impl is None or has_bit != [each is negative for each in samples]:
-        return None
-    return in_object, in_impl, mask
-
-
-def _find_word(addresses: list[int], values: list[int], begin: int, end: int) -> int | None:
-    """Return the one offset at which the objects at these addresses hold these 64-bit values."""
-    places = [
-        offset
-        for offset in range(begin, end, 8)
-        if all(
-            ctypes.c_uint64.from_address(address + offset).value == value
-            for address, value in zip(addresses, values, strict=True)
-        )
-    ]
-    return places[0] if len(places) == 1 else None
-
-
 # ---- Attributes of torch's objects: names that instances or the class itself have, by the path of
 # the class.
 ATTRIBUTES = {
@@ -244,7 +190,8 @@ ATTRIBUTES = {
     ),
     "torch.distributed.Reducer": ("_rebuild_buckets",),
     "torch.amp.GradScaler": ("_scale", "_per_optimizer_states", "_unscale_grads_"),
-    "torch.Tensor": ("_cdata", "_version"),
+    "torch.Tensor": ("_version",),
+    "torch.UntypedStorage": ("_cdata",),
     "torch.nn.Module": ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_apply"),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": ("init",),
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (

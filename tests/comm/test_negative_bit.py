@@ -1,14 +1,16 @@
-"""The bit by which the fast path finds that a tensor's memory holds the negatives of its values."""
+"""Tensors whose memory holds the negatives of their values, as `x.conj().imag`: none is sent as it lies."""
 
 from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 
-from collectives import _nccl, arrays
+import collectives
 from collectives.arrays import TORCH_CODES, Reader
-from tests.comm.test_array_calls import CPU, complex_ones, needs_table, reader_with
+from collectives.errors import InvalidArgument
+from tests.comm.test_array_calls import CPU, complex_ones, needs_table
 
 
 def negatives():
@@ -29,34 +31,29 @@ def negatives():
 
 
 @needs_table
-def test_the_bit_says_what_is_neg_says():
-    assert arrays._NEGATIVE_BIT is not None  # found in the torch that is installed
-    asks = reader_with(arrays._EXCHANGE)
-    looks = _nccl.ArrayReader(
-        1, 0, exchange=arrays._EXCHANGE, tensors=(torch.Tensor, torch.nn.Parameter), is_lazy=bool,
-        lazy_bit=arrays._NEGATIVE_BIT,
-    )  # fmt: skip
+def test_the_reader_takes_what_is_neg_is_false_for():
+    reader = Reader(CPU).array_reader
     for negative, plain in negatives():
         assert negative.is_neg() and not plain.is_neg()
-        assert looks.read(negative) is None
-        assert looks.read(plain) == (plain.data_ptr(), plain.numel(), TORCH_CODES[plain.dtype])
-        if type(plain) is torch.Tensor:
-            assert asks.read(negative) is None and asks.read(plain) == looks.read(plain)
+        assert reader.read(negative) is None
+        assert reader.read(plain) == (plain.data_ptr(), plain.numel(), TORCH_CODES[plain.dtype])
         changed = plain.detach().clone()
         changed.data = negative.detach()  # the same object, now of other memory
-        assert looks.read(changed) is None
+        assert reader.read(changed) is None
         changed.data = plain.detach()
-        assert looks.read(changed) is not None
+        assert reader.read(changed) is not None
 
 
-@needs_table
-def test_a_bit_that_is_not_found_is_asked_for(monkeypatch):
-    from collectives import torch_compat
-
-    assert torch_compat.find_negative_bit() == arrays._NEGATIVE_BIT
-    monkeypatch.setattr(torch_compat, "_TENSOR_IMPL_BYTES", 64)  # as if the keys were behind that
-    assert torch_compat.find_negative_bit() is None
-    assert reader_with(arrays._EXCHANGE).read(torch._neg_view(torch.ones(3))) is None
+def test_a_call_says_how_to_send_it():
+    x = torch.tensor([1 + 2j])
+    with collectives.init() as comm:
+        with pytest.raises(InvalidArgument, match=r"lazy view whose memory holds other values: use \.resolve_neg\(\)"):
+            comm.all_reduce(x.conj().imag)
+        with pytest.raises(InvalidArgument, match=r"use \.resolve_conj\(\)"):
+            comm.broadcast(x.conj())
+        sent = x.conj().imag.resolve_neg()
+        comm.all_reduce(sent)
+        assert sent.tolist() == [-2.0]
 
 
 @needs_table
@@ -71,30 +68,3 @@ def test_a_tensor_found_again_by_a_weak_reference_is_read():
     owner.grad = torch._neg_view(torch.ones(4))
     weak = weakref.ref(owner.grad)
     assert Reader(CPU).array_reader.read(weak()) is None
-
-
-@needs_table
-def test_tensors_that_a_version_keeps_elsewhere_are_asked(monkeypatch):
-    """Where a tensor found again by a weak reference hasn't its address at the place of the others."""
-    from collectives import torch_compat
-
-    class Elsewhere:
-        __slots__ = ("_cdata", *(f"unused{i}" for i in range(32)))  # as much memory as a tensor, at least
-
-        def __init__(self, tensor):
-            self._cdata = tensor._cdata  # this object's memory doesn't hold it
-
-    kept = []
-
-    def again(tensor):
-        kept.append(Elsewhere(tensor))
-        return lambda: kept[0]
-
-    dispatch_keys = torch._C._dispatch_keys
-    plain = torch.ones(2)
-    monkeypatch.setattr(torch_compat.weakref, "ref", again)
-    monkeypatch.setattr(
-        torch._C, "_dispatch_keys", lambda each: dispatch_keys(plain if type(each) is Elsewhere else each)
-    )
-    assert torch_compat.find_negative_bit() is None
-    assert kept[0]._cdata
