@@ -46,9 +46,8 @@ class ScheduledInterNode:
         self._plans = PlanCache(topology.node, self._num_nodes, torch.device("cpu"), _WHOLE)
 
     def all_reduce(
-        self, send: int, recv: int, count: int, what: LevelReduction, stream: int = 0,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self, send: int, recv: int, count: int, what: LevelReduction, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Reduce ``count`` elements of all nodes, from ``send`` to ``recv`` or in place.
 
         ``meanwhile``: a function to call once this node's elements are on their way, or None; only
@@ -62,19 +61,16 @@ class ScheduledInterNode:
             separate_out=send != recv or what.dtype != what.out_dtype,
         )  # fmt: skip
 
-    def reduce_scatter(self, send: int, recv: int, counts: Sequence[int], what: LevelReduction, stream=0) -> None:
+    def reduce_scatter(self, send: int, recv: int, counts: Sequence[int], what: LevelReduction) -> None:
         """Reduce the nodes' arrays; this node gets its part. ``counts``: the parts' elements."""
         self._run_reduction("reduce_scatter", "direct", send, recv, tuple(counts), what)
 
-    def all_gather(
-        self, recv: int, nbytes: int, served: Sequence[Sequence[int]], stream: int = 0
-    ) -> tuple[dict[int, int], None]:
+    def all_gather(self, recv: int, nbytes: int, served: Sequence[Sequence[int]]) -> dict[int, int]:
         """Gather the blocks of ranks that the leaders serve.
 
         ``recv``: an array with a block of ``nbytes`` for each rank of the communicator; ``served``:
         the ranks of each node whose blocks its leader has, in ``recv``, and sends. Return the
-        blocks' addresses by rank, and the memory to hold as long as they are used: here they are in
-        ``recv``.
+        blocks' addresses by rank, all in ``recv``.
         """
         self._transport.library.group_start()
         for ranks in zip_longest(*served):
@@ -82,11 +78,9 @@ class ScheduledInterNode:
             starts = tuple((rank or 0) * nbytes for rank in ranks)
             self._run(CallKey("all_gather", "direct", counts, _UINT8, in_place=True, starts=starts), recv, recv)
         self._transport.library.group_end()
-        return {rank: recv + rank * nbytes for ranks in served for rank in ranks}, None
+        return {rank: recv + rank * nbytes for ranks in served for rank in ranks}
 
-    def broadcast(
-        self, recv: int, nbytes: int, root: int, stream: int = 0, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def broadcast(self, recv: int, nbytes: int, root: int, meanwhile: Callable[[], None] | None = None) -> None:
         """Send ``nbytes`` of node ``root`` to all nodes. ``meanwhile``: as in `all_reduce`."""
         if meanwhile is not None:
             self._transport.call_meanwhile(meanwhile)

@@ -102,16 +102,16 @@ class _RecordedIntraNode:
     def group_cancel(self) -> None:
         """Recording has failed: nothing is kept."""
 
-    def reduce_scatter(self, send, recv, count, dtype, op, stream=0) -> None:
+    def reduce_scatter(self, send, recv, count, dtype, op) -> None:
         self._add("reduce_scatter", dtype, op, 0, count, send, recv)
 
-    def reduce(self, send, recv, count, dtype, op, root, stream=0) -> None:
+    def reduce(self, send, recv, count, dtype, op, root) -> None:
         self._add("reduce", dtype, op, root, count, send, recv)
 
-    def all_gather(self, send, recv, count, dtype, stream=0) -> None:
+    def all_gather(self, send, recv, count, dtype) -> None:
         self._add("all_gather", dtype, 0, 0, count, send, recv)
 
-    def broadcast(self, send, recv, count, dtype, root, stream=0) -> None:
+    def broadcast(self, send, recv, count, dtype, root) -> None:
         self._add("broadcast", dtype, 0, root, count, send, recv)
 
 

@@ -5,26 +5,22 @@ It also identifies this node and finds the address at which other nodes reach it
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import os
 import socket
 from collections.abc import Hashable, Iterable
 
 from ...environment import read_label
-from ...errors import InvalidUsage
 
 __all__ = [
     "MAX_LEADERS",
     "Topology",
     "find_own_address",
     "find_route",
-    "get_host_hash",
     "group_ranks_by_node",
     "identify_node",
     "is_loopback",
     "read_host_id",
-    "verify_even",
 ]
 
 MAX_LEADERS = 32  # leaders of a node: more streams than that fill no network
@@ -53,12 +49,6 @@ def identify_node() -> tuple[str, str, str]:
         return host, boot_id, os.readlink("/proc/self/ns/net")
     except OSError:  # a sandbox without these files: the host name has to do
         return host, "", ""
-
-
-def get_host_hash() -> int:
-    """Return a number below 2**56 that only processes of one node share, to compare over a wire."""
-    host, boot_id, namespace = identify_node()
-    return int.from_bytes(hashlib.sha256(f"{boot_id or host} {namespace}".encode()).digest()[:7], "big")
 
 
 def find_route(host: str) -> tuple[str, str]:
@@ -152,14 +142,3 @@ class Topology:
         """
         numel = self.shard_numel(count)
         return leader * numel, count - leader * numel if leader == self.num_leaders - 1 else numel
-
-
-def verify_even(topology: Topology) -> None:
-    """Raise `InvalidUsage` unless each node has the same number of ranks."""
-    sizes = [len(ranks) for ranks in topology.nodes]
-    if len(set(sizes)) > 1:
-        raise InvalidUsage(
-            f"hierarchical=True needs as many ranks on each machine, and there are {', '.join(map(str, sizes))}: leave "
-            "it out, or start the job evenly",
-            op="init", rank=topology.rank,
-        )  # fmt: skip
