@@ -1,4 +1,4 @@
-"""The public Communicator against the oracle: torch tensors of every type, every operation, blocking and as Work."""
+"""The public Communicator against the oracle: reductions of torch tensors of every type, blocking and as Work."""
 
 from __future__ import annotations
 
@@ -88,53 +88,3 @@ def reductions(ctx):
 @pytest.mark.parametrize(("engine", "n"), [w for w in WORLDS if "7" not in w.id])
 def test_reductions_of_tensors(engine, n):
     check(reductions, engine, n)
-
-
-def movements(ctx):
-    """What only moves data takes any type: bool and complex64 have no number in NCCL."""
-    import torch
-
-    comm, n, rank = ctx.communicator(), ctx.size, ctx.rank
-    device = "cpu" if ctx.engine == "host" else "cuda:0"
-    found = []
-
-    def expect(got, want, text):
-        if not torch.equal(got.cpu(), want):
-            found.append(f"{text} on rank {rank}: {got} instead of {want}")
-
-    for dtype in (torch.bool, torch.complex64, torch.float16, torch.int64):
-        for as_work in (False, True):
-            base = [(torch.arange(6 * n).reshape(n, 6) * (r + 3) % 7).to(dtype) for r in range(n)]
-            mine = base[rank].to(device)
-
-            def finish(work):
-                if work is not None:
-                    work.wait()
-
-            out = torch.zeros(n * 6 * n, dtype=dtype, device=device)
-            finish(comm.all_gather(out, mine, async_op=as_work))
-            expect(out, torch.cat([b.flatten() for b in base]), f"all_gather {dtype}")
-            out = torch.zeros_like(mine)
-            finish(comm.all_to_all(out, mine, async_op=as_work))
-            expect(out, torch.stack([b[rank] for b in base]), f"all_to_all {dtype}")
-            root = n - 1
-            out = torch.zeros(n, n, 6, dtype=dtype, device=device) if rank == root else None
-            finish(comm.gather(out, mine, root, async_op=as_work))
-            if rank == root:
-                expect(out, torch.stack(base), f"gather {dtype}")
-            out = torch.zeros(6, dtype=dtype, device=device)
-            finish(comm.scatter(out, mine if rank == root else None, root, async_op=as_work))
-            expect(out, base[root][rank], f"scatter {dtype}")
-            t = mine.clone()
-            finish(comm.broadcast(t, root, async_op=as_work))
-            expect(t, base[root], f"broadcast {dtype}")
-            if n > 1 and rank < 2:
-                t = mine.clone()
-                finish(comm.send(t, 1, async_op=as_work) if rank == 0 else comm.recv(t, 0, async_op=as_work))
-                expect(t, base[0], f"send and recv {dtype}")
-    return found
-
-
-@pytest.mark.parametrize(("engine", "n"), [w for w in WORLDS if "7" not in w.id])
-def test_movements_of_tensors(engine, n):
-    check(movements, engine, n)
