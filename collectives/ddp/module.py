@@ -51,11 +51,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     So `fused_allreduce` averages over the right ranks also if the module was built over a subgroup.
     Gradients are views of DDP's buckets (``gradient_as_bucket_view``, True by default), which saves
-    two passes over them; the hook makes the buckets memory that the ranks share. As in torch, such
-    a gradient can't be ``detach_()``-ed. The buckets are allocated outside of malloc's heap, so
-    that they can be shared; see `zero_copy`. Raises `InvalidArgument` for `device_ids` that don't
-    match the device of the module's parameters, with those that would, and for a module that is a
-    DistributedDataParallel already, such as one that accelerate has prepared.
+    two passes over them; with the hook the buckets that DDP keeps are allocated in memory that the
+    ranks of a node share (`HookState`'s `zero_copy`). As in torch, such a gradient can't be
+    ``detach_()``-ed. Raises `InvalidArgument` for `device_ids` that don't match the device of the
+    module's parameters, with those that would, and for a module that is a DistributedDataParallel
+    already, such as one that accelerate has prepared.
 
     On CUDA the buckets lie in a memory pool over ``ncclMemAlloc`` (``torch.cuda.MemPool``), and
     `fused_allreduce` registers them with its communicator (``ncclCommRegister``), so that NCCL can
@@ -77,9 +77,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
 
     def _ddp_init_helper(self, *arguments, **options):
-        self.bucket_rebuild = BucketRebuild(shares_memory=False)  # on the host when the hook is registered
-        on_host = self.device.type == "cpu"
-        with contextlib.nullcontext() if on_host and not self.find_unused_parameters else allocate_buckets(self):
+        self.bucket_rebuild = BucketRebuild(shares_memory=False)  # until the hook is registered
+        # On the host buckets that DDP frees after a backward aren't worth shared memory.
+        keeps = self.find_unused_parameters or self.device.type != "cpu"
+        with allocate_buckets(self) if keeps else contextlib.nullcontext():
             super()._ddp_init_helper(*arguments, **options)
 
     @disable_dynamo(recursive=False)

@@ -81,12 +81,11 @@ class HookState:
     loss, False where none does, or None for the only one in use when it first matters; several are
     an error then. It can be set later (``state.grad_scaler = scaler``), and isn't pickled.
 
-    `zero_copy`: on the host, make large buckets shared memory at their addresses once DDP keeps
-    them, so that they are averaged with no staging copy; the state's repr says how many are shared.
-    A child process that is forked then can't change them and must not read them: it may see what
-    the parent writes later. False: not, though the engine still shares what is used often
-    (COLLECTIVES_SHARE_AFTER). On a GPU DDP's buckets are made in memory of ncclMemAlloc
-    (torch.cuda.MemPool) and registered with NCCL.
+    `zero_copy`: on the host, allocate the buckets that DDP keeps in memory that the ranks of a node
+    share, so that they are averaged with no staging copy; the state's repr says how many are
+    shared. A child process that is forked then can't change them and must not read them: it may see
+    what the parent writes later. False: not. On a GPU DDP's buckets are made in memory of
+    ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
 
     ``fully_shard(module, hook_state=...)`` takes a state, too: its gradients go by that wire, and
     are clipped and stepped as above. Make `optimizer` from the sharded parameters and set it
@@ -224,8 +223,8 @@ class HookState:
         return world
 
     def share_memory(self, comm, bucket: Bucket) -> None:
-        """Let the host engine use a bucket's memory in place, if the bucket has come back at the
-        same address.
+        """Register a bucket's memory with NCCL, if the bucket has come back at the same address; on the
+        host, note whether the engine uses it in place.
         """
         if bucket.index == 0:
             self._registrations.begin_round()
