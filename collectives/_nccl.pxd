@@ -17,10 +17,7 @@ cdef extern from "coll/nccl_abi.h" nogil:
         NCCL_SHRINK_ABORT
         NCCL_WIN_DEFAULT
         NCCL_WIN_COLL_SYMMETRIC
-        NCCL_SUSPEND_MEM
         NCCL_API_MAGIC
-        NCCL_SIM_INFO_MAGIC
-    const float NCCL_UNDEF_FLOAT
 
     struct ncclComm:
         pass
@@ -31,9 +28,6 @@ cdef extern from "coll/nccl_abi.h" nogil:
     struct CUstream_st:
         pass
     ctypedef CUstream_st* cudaStream_t
-    struct ncclParamHandle:
-        pass
-    ctypedef ncclParamHandle* ncclParamHandle_t
     ctypedef struct ncclUniqueId:
         char internal[128]
 
@@ -59,30 +53,10 @@ cdef extern from "coll/nccl_abi.h" nogil:
     ctypedef enum ncclScalarResidence_t:
         ncclScalarHostImmediate
 
-    ctypedef enum ncclCommMemStat_t:
-        pass
-
     ctypedef struct ncclConfig_t:
         size_t size
         unsigned int magic
         unsigned int version
-
-    ctypedef struct ncclCollConfig_t:
-        size_t size
-        unsigned int magic
-        unsigned int version
-
-    ctypedef struct ncclSimInfo_t:
-        size_t size
-        unsigned int magic
-        unsigned int version
-        float estimatedTime
-
-    ctypedef struct ncclWaitSignalDesc_t:
-        int opCnt
-        int peer
-        int sigIdx
-        int ctx
 
 
 cdef extern from "coll/host_abi.h" nogil:
@@ -113,13 +87,6 @@ cdef extern from "coll/host_abi.h" nogil:
 
 
 cdef extern from "_nccl_table.h" nogil:
-    ctypedef struct ncclEncryptionConfig_t:
-        size_t size
-        unsigned int magic
-        unsigned int version
-        int mode
-        const char* psk
-
     ctypedef struct collEntry_t:
         const char* name
         int since
@@ -128,7 +95,6 @@ cdef extern from "_nccl_table.h" nogil:
 
     const collEntry_t* collFunctions
     const collEntry_t* collConfigFields
-    const collEntry_t* collCollConfigFields
     const int collForks
     int collInsideInterrupt
     int collInterrupted
@@ -144,10 +110,6 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*ncclCommInitRankConfig)(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank,
             ncclConfig_t* config) noexcept nogil
         ncclResult_t (*ncclCommInitRank)(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank) noexcept nogil
-        ncclResult_t (*ncclCommInitAll)(ncclComm_t* comm, int ndev, const int* devlist) noexcept nogil
-        ncclResult_t (*ncclCommInitRankScalable)(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId*
-            commIds, ncclConfig_t* config) noexcept nogil
-        ncclResult_t (*ncclCommFinalize)(ncclComm_t comm) noexcept nogil
         ncclResult_t (*ncclCommDestroy)(ncclComm_t comm) noexcept nogil
         ncclResult_t (*ncclCommAbort)(ncclComm_t comm) noexcept nogil
         ncclResult_t (*ncclCommRevoke)(ncclComm_t comm, int revokeFlags) noexcept nogil
@@ -155,31 +117,21 @@ cdef extern from "_nccl_table.h" nogil:
             config) noexcept nogil
         ncclResult_t (*ncclCommShrink)(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t*
             newcomm, ncclConfig_t* config, int shrinkFlags) noexcept nogil
-        ncclResult_t (*ncclCommGetUniqueId)(ncclComm_t comm, ncclUniqueId* uniqueId) noexcept nogil
-        ncclResult_t (*ncclCommGrow)(ncclComm_t comm, int nRanks, const ncclUniqueId* uniqueId, int rank, ncclComm_t*
-            newcomm, ncclConfig_t* config) noexcept nogil
         const char* (*ncclGetErrorString)(ncclResult_t result) noexcept nogil
         const char* (*ncclGetLastError)(ncclComm_t comm) noexcept nogil
         ncclResult_t (*ncclCommGetAsyncError)(ncclComm_t comm, ncclResult_t* asyncError) noexcept nogil
         ncclResult_t (*ncclCommCount)(ncclComm_t comm, int* count) noexcept nogil
-        ncclResult_t (*ncclCommCuDevice)(ncclComm_t comm, int* device) noexcept nogil
         ncclResult_t (*ncclCommUserRank)(ncclComm_t comm, int* rank) noexcept nogil
         ncclResult_t (*ncclCommRegister)(ncclComm_t comm, void* buff, size_t size, void** handle) noexcept nogil
         ncclResult_t (*ncclCommDeregister)(ncclComm_t comm, void* handle) noexcept nogil
-        ncclResult_t (*ncclCommSuspend)(ncclComm_t comm, int flags) noexcept nogil
-        ncclResult_t (*ncclCommResume)(ncclComm_t comm) noexcept nogil
-        ncclResult_t (*ncclCommMemStats)(ncclComm_t comm, ncclCommMemStat_t stat, uint64_t* value) noexcept nogil
         ncclResult_t (*ncclCommWindowRegister)(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win, int
             winFlags) noexcept nogil
         ncclResult_t (*ncclCommWindowDeregister)(ncclComm_t comm, ncclWindow_t win) noexcept nogil
-        ncclResult_t (*ncclWinGetUserPtr)(ncclComm_t comm, ncclWindow_t win, void** outUserPtr) noexcept nogil
         ncclResult_t (*ncclRedOpCreatePreMulSum)(ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
             ncclScalarResidence_t residence, ncclComm_t comm) noexcept nogil
         ncclResult_t (*ncclRedOpDestroy)(ncclRedOp_t op, ncclComm_t comm) noexcept nogil
         ncclResult_t (*ncclReduce)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
             ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
-        ncclResult_t (*ncclBcast)(void* buff, size_t count, ncclDataType_t datatype, int root, ncclComm_t comm,
-            cudaStream_t stream) noexcept nogil
         ncclResult_t (*ncclBroadcast)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int
             root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
         ncclResult_t (*ncclAllReduce)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
@@ -194,53 +146,12 @@ cdef extern from "_nccl_table.h" nogil:
             root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
         ncclResult_t (*ncclScatter)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int
             root, ncclComm_t comm, cudaStream_t stream) noexcept nogil
-        ncclResult_t (*ncclAllReduceConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
-        ncclResult_t (*ncclBroadcastConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-            int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
-        ncclResult_t (*ncclReduceConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-            ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t*
-            config) noexcept nogil
-        ncclResult_t (*ncclAllGatherConfig)(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t
-            datatype, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
-        ncclResult_t (*ncclReduceScatterConfig)(const void* sendbuff, void* recvbuff, size_t recvcount, ncclDataType_t
-            datatype, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t*
-            config) noexcept nogil
-        ncclResult_t (*ncclAlltoAllConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-            ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
-        ncclResult_t (*ncclGatherConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-            int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
-        ncclResult_t (*ncclScatterConfig)(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
-            int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) noexcept nogil
         ncclResult_t (*ncclSend)(const void* sendbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
             cudaStream_t stream) noexcept nogil
         ncclResult_t (*ncclRecv)(void* recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm,
             cudaStream_t stream) noexcept nogil
-        ncclResult_t (*ncclPutSignal)(const void* localbuff, size_t count, ncclDataType_t datatype, int peer,
-            ncclWindow_t peerWin, size_t peerWinOffset, int sigIdx, int ctx, unsigned int flags, ncclComm_t comm,
-            cudaStream_t stream) noexcept nogil
-        ncclResult_t (*ncclSignal)(int peer, int sigIdx, int ctx, unsigned int flags, ncclComm_t comm, cudaStream_t
-            stream) noexcept nogil
-        ncclResult_t (*ncclWaitSignal)(int nDesc, ncclWaitSignalDesc_t* signalDescs, ncclComm_t comm, cudaStream_t
-            stream) noexcept nogil
         ncclResult_t (*ncclGroupStart)() noexcept nogil
         ncclResult_t (*ncclGroupEnd)() noexcept nogil
-        ncclResult_t (*ncclGroupSimulateEnd)(ncclSimInfo_t* simInfo) noexcept nogil
-        ncclResult_t (*ncclParamBind)(ncclParamHandle_t* out, const char* key) noexcept nogil
-        ncclResult_t (*ncclParamGetI8)(ncclParamHandle_t h, int8_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetI16)(ncclParamHandle_t h, int16_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetI32)(ncclParamHandle_t h, int32_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetI64)(ncclParamHandle_t h, int64_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetU8)(ncclParamHandle_t h, uint8_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetU16)(ncclParamHandle_t h, uint16_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetU32)(ncclParamHandle_t h, uint32_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetU64)(ncclParamHandle_t h, uint64_t* out) noexcept nogil
-        ncclResult_t (*ncclParamGetStr)(ncclParamHandle_t h, const char** out) noexcept nogil
-        ncclResult_t (*ncclParamGet)(ncclParamHandle_t h, void* out, int maxLen, int* len) noexcept nogil
-        ncclResult_t (*ncclParamGetParameter)(const char* key, const char** value, int* valueLen) noexcept nogil
-        ncclResult_t (*ncclParamGetAllParameterKeys)(const char*** table, int* tableLen) noexcept nogil
-        void (*ncclParamDumpAll)() noexcept nogil
-        ncclResult_t (*ncclSetEncryption)(const ncclEncryptionConfig_t* config) noexcept nogil
         ncclResult_t (*collHostQueueCreate)(collHostQueue_t* queue) noexcept nogil
         ncclResult_t (*collHostQueueDestroy)(collHostQueue_t queue) noexcept nogil
         ncclResult_t (*collHostQueueRecord)(collHostQueue_t queue, uint64_t* ticket) noexcept nogil
@@ -316,9 +227,6 @@ cdef enum FlightOp:     # the order of FLIGHT_OPS
     FLIGHT_SCATTER
     FLIGHT_SEND
     FLIGHT_RECV
-    FLIGHT_PUT_SIGNAL
-    FLIGHT_SIGNAL
-    FLIGHT_WAIT_SIGNAL
 
 
 cdef class FlightRing:

@@ -203,19 +203,6 @@ cdef class Library:
             raise error_of(self, None, code, name)
         return 0
 
-    def error_string(self, int code):
-        """Return the library's sentence for a result code. C: ``ncclGetErrorString``."""
-        self.need(<void*> self.api.ncclGetErrorString, "ncclGetErrorString")
-        return text_of(self.api.ncclGetErrorString(<ncclResult_t> code))
-
-    def last_error(self):
-        """Return the library's last error text of this thread, "" if there is none.
-
-        C: ``ncclGetLastError``.
-        """
-        self.need(<void*> self.api.ncclGetLastError, "ncclGetLastError")
-        return text_of(self.api.ncclGetLastError(NULL))
-
     # ---- communicators
 
     def get_unique_id(self):
@@ -267,62 +254,6 @@ cdef class Library:
             code = self.api.ncclCommInitRankConfig(&comm.comm, nranks, c_id, rank, &settings.c)
         return self.opened(comm, code, "ncclCommInitRankConfig")
 
-    def comm_init_rank_scalable(self, int nranks, int rank, list unique_ids not None, *, config=None):
-        """As ``comm_init_rank`` with several unique ids, the same on every rank.
-
-        C: ``ncclCommInitRankScalable``.
-        """
-        cdef _Config settings = _Config(self, {} if config is None else config)
-        cdef bytes ids = b"".join([checked_unique_id(each) for each in unique_ids])
-        cdef ncclUniqueId* c_ids = <ncclUniqueId*> <char*> ids
-        cdef int count = len(unique_ids)
-        cdef Comm comm = new_comm(self, rank, nranks)
-        cdef ncclResult_t code
-        self.need(<void*> self.api.ncclCommInitRankScalable, "ncclCommInitRankScalable")
-        with nogil:
-            code = self.api.ncclCommInitRankScalable(&comm.comm, nranks, rank, count, c_ids, &settings.c)
-        return self.opened(comm, code, "ncclCommInitRankScalable")
-
-    def comm_init_all(self, list devices not None):
-        """Open all ranks of a communicator in this process, rank i on ``devices[i]``.
-
-        C: ``ncclCommInitAll``.
-        """
-        cdef _Ints c_devices = _Ints(devices)
-        cdef int count = len(devices), i
-        cdef ncclComm_t* handles
-        cdef ncclResult_t code
-        cdef list comms = [new_comm(self, rank, count) for rank in range(count)]
-        self.need(<void*> self.api.ncclCommInitAll, "ncclCommInitAll")
-        handles = <ncclComm_t*> malloc((count + 1) * sizeof(ncclComm_t))
-        if handles is NULL:
-            raise MemoryError(f"{count} communicator handles")
-        memset(handles, 0, (count + 1) * sizeof(ncclComm_t))
-        with nogil:
-            code = self.api.ncclCommInitAll(handles, count, c_devices.data)
-        if code == ncclSuccess:
-            for i in range(count):
-                (<Comm> comms[i]).comm = handles[i]
-        free(handles)
-        self.done(code, "ncclCommInitAll")
-        return comms
-
-    def comm_grow(self, int nranks, bytes unique_id not None, int rank, *, config=None):
-        """Join a communicator that grows to ``nranks`` as a new rank.
-
-        The old ranks call ``Comm.grow``. ``unique_id`` comes from ``Comm.get_unique_id`` of an old
-        rank. C: ``ncclCommGrow``.
-        """
-        cdef ncclUniqueId c_id = c_unique_id(unique_id)
-        cdef _Config settings = None if config is None else _Config(self, config)
-        cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
-        cdef Comm comm = new_comm(self, rank, nranks)
-        cdef ncclResult_t code
-        self.need(<void*> self.api.ncclCommGrow, "ncclCommGrow")
-        with nogil:
-            code = self.api.ncclCommGrow(NULL, nranks, &c_id, rank, &comm.comm, c_config)
-        return self.opened(comm, code, "ncclCommGrow")
-
     cdef Comm opened(self, Comm comm, ncclResult_t code, const char* name):
         """Check the result of a function that opens a communicator.
 
@@ -371,23 +302,6 @@ cdef class Library:
         collInsideGroupEnd -= 1
         leave_group(self, code)
         self.done(code, "ncclGroupEnd")
-
-    def group_simulate_end(self):
-        """Close the group without issuing it.
-
-        Return the library's estimate of its time in seconds, or None. C: ``ncclGroupSimulateEnd``,
-        which counts in microseconds.
-        """
-        cdef ncclSimInfo_t info
-        cdef ncclResult_t code
-        self.need(<void*> self.api.ncclGroupSimulateEnd, "ncclGroupSimulateEnd")
-        info.size, info.magic, info.version = sizeof(info), NCCL_SIM_INFO_MAGIC, min(self.version, NCCL_VERSION_CODE)
-        info.estimatedTime = NCCL_UNDEF_FLOAT
-        with nogil:
-            code = self.api.ncclGroupSimulateEnd(&info)
-        leave_group(self, code)
-        self.done(code, "ncclGroupSimulateEnd")
-        return None if info.estimatedTime < 0 else info.estimatedTime * 1e-6
 
     def group_cancel(self):
         """Drop the calls in this thread's open group, and leave all its levels.
@@ -467,72 +381,6 @@ cdef class Library:
             code = self.api.collHostMemoryShared(<const void*> address, nbytes, &shared)
         self.done(code, "collHostMemoryShared")
         return shared != 0
-
-    # ---- parameters (NCCL_* variables as the library reads them)
-
-    def param_keys(self):
-        """Return the names of the library's parameters. C: ``ncclParamGetAllParameterKeys``."""
-        cdef const char** table = NULL
-        cdef int count = 0, i
-        cdef ncclResult_t code
-        self.need(<void*> self.api.ncclParamGetAllParameterKeys, "ncclParamGetAllParameterKeys")
-        with nogil:
-            code = self.api.ncclParamGetAllParameterKeys(&table, &count)
-        self.done(code, "ncclParamGetAllParameterKeys")
-        return [text_of(table[i]) for i in range(count)]
-
-    def param_get(self, str key not None):
-        """Return a parameter's value as text. C: ``ncclParamGetParameter``."""
-        cdef bytes encoded = key.encode()
-        cdef const char* c_key = encoded
-        cdef const char* value = NULL
-        cdef int length = 0
-        cdef ncclResult_t code
-        self.need(<void*> self.api.ncclParamGetParameter, "ncclParamGetParameter")
-        with nogil:
-            code = self.api.ncclParamGetParameter(c_key, &value, &length)
-        self.done(code, "ncclParamGetParameter")
-        return text_of(value)
-
-    def param_get_typed(self, str key not None, str kind not None):
-        """Return a parameter's value as a ``kind``.
-
-        Kinds: i8 i16 i32 i64 u8 u16 u32 u64 (int), "str", and "raw" (bytes). C: ``ncclParamBind``,
-        then ``ncclParamGetI8`` and its like, ``ncclParamGetStr``, ``ncclParamGet``.
-        """
-        cdef bytes encoded = key.encode()
-        cdef const char* c_key = encoded
-        cdef ncclParamHandle_t handle = NULL
-        cdef ncclResult_t code
-        self.need(<void*> self.api.ncclParamBind, "ncclParamBind")
-        with nogil:
-            code = self.api.ncclParamBind(&handle, c_key)
-        self.done(code, "ncclParamBind")
-        return read_param(self, handle, kind)
-
-    def param_dump_all(self):
-        """Have the library write all its parameters to its log. C: ``ncclParamDumpAll``."""
-        self.need(<void*> self.api.ncclParamDumpAll, "ncclParamDumpAll")
-        with nogil:
-            self.api.ncclParamDumpAll()
-
-    def set_encryption(self, key):
-        """Encrypt NCCL's TCP sockets with a pre-shared key (str or bytes), or with None no longer.
-
-        The same on all ranks, before a communicator is opened. C: ``ncclSetEncryption``.
-        """
-        cdef ncclEncryptionConfig_t config
-        cdef ncclResult_t code
-        cdef bytes encoded = key.encode() if isinstance(key, str) else key
-        self.need(<void*> self.api.ncclSetEncryption, "ncclSetEncryption")
-        config.size, config.magic, config.version = sizeof(config), NCCL_API_MAGIC, min(self.version, NCCL_VERSION_CODE)
-        config.mode = encoded is not None
-        config.psk = NULL
-        if encoded is not None:
-            config.psk = encoded
-        with nogil:
-            code = self.api.ncclSetEncryption(&config)
-        self.done(code, "ncclSetEncryption")
 
     # ---- functions of the host engine
 

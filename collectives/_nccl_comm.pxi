@@ -17,7 +17,7 @@ cdef frozenset ALLOWED_IN_HANDLERS = frozenset(
 cdef class Comm:
     """A rank of a communicator.
 
-    Made by the functions of ``Library``, and by ``split``, ``shrink`` and ``grow``. Addresses are
+    Made by ``Library.comm_init_rank``, and by ``split`` and ``shrink``. Addresses are
     integers; counts are elements; ``dtype`` and ``op`` are codes of DTYPES and OPS, ``op`` also one
     from ``create_premul_sum``; ``stream`` is a CUDA stream, or the ``handle`` of a Queue. Stream 0
     on the host engine means that the operation is done when the call returns. Inside a group, calls
@@ -28,7 +28,7 @@ cdef class Comm:
     """
 
     def __init__(self):
-        raise TypeError("Comm objects come from Library.comm_init_rank and its like")
+        raise TypeError("Comm objects come from Library.comm_init_rank")
 
     def __del__(self):
         if self.comm is not NULL and self.forks == collForks:
@@ -159,14 +159,6 @@ cdef class Comm:
             return 0, "", 0, 0, 0
         return self.number, op_name(self.last_op.decode()), self.last_count, self.last_dtype, self.last_stream
 
-    @property
-    def device(self):
-        """The number of the CUDA device (or of the host engine's stand-in for one).
-
-        C: ``ncclCommCuDevice``.
-        """
-        return self.ask(self.api.ncclCommCuDevice, "ncclCommCuDevice")
-
     cdef int ask(self, ncclResult_t (*question)(ncclComm_t, int*) noexcept nogil, const char* name) except? -1:
         cdef int answer = -1
         cdef ncclComm_t comm = self.enter(<void*> question, name)
@@ -177,17 +169,6 @@ cdef class Comm:
         return answer
 
     # ---- ending
-
-    def finalize(self):
-        """Finish all operations of the communicator: all ranks call it, then each destroys.
-
-        C: ``ncclCommFinalize``.
-        """
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommFinalize, "ncclCommFinalize")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclCommFinalize(comm)
-        self.leave(code, "ncclCommFinalize")
 
     def destroy(self):
         """Close the communicator, once the calls of other threads on it have returned.
@@ -253,17 +234,6 @@ cdef class Comm:
             code = self.api.ncclCommAbort(comm)
         return code
 
-    def revoke(self, int flags=0):
-        """Stop all operations, waiting ones too; destroy, split and shrink still work.
-
-        C: ``ncclCommRevoke``.
-        """
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommRevoke, "ncclCommRevoke")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclCommRevoke(comm, flags)
-        self.leave(code, "ncclCommRevoke")
-
     def async_error(self):
         """Return the communicator's state as a result code.
 
@@ -314,41 +284,6 @@ cdef class Comm:
         self.leave(code, "ncclCommShrink")
         return self.library.opened(child, code, "ncclCommShrink")
 
-    def get_unique_id(self):
-        """Make the unique id by which new ranks join in ``grow`` (128 bytes).
-
-        C: ``ncclCommGetUniqueId``.
-        """
-        cdef ncclUniqueId unique_id
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommGetUniqueId, "ncclCommGetUniqueId")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclCommGetUniqueId(comm, &unique_id)
-        self.leave(code, "ncclCommGetUniqueId")
-        return (<char*> &unique_id)[:sizeof(unique_id)]
-
-    def grow(self, int nranks, unique_id=None, *, config=None):
-        """Make a communicator of ``nranks``: these and new ones.
-
-        The new ones call ``Library.comm_grow``. ``unique_id``: on the rank that made it, None on
-        the other old ranks. C: ``ncclCommGrow``.
-        """
-        cdef _Config settings = None if config is None else _Config(self.library, config)
-        cdef ncclConfig_t* c_config = NULL if settings is None else &settings.c
-        cdef ncclUniqueId c_id
-        cdef const ncclUniqueId* id_or_null = NULL
-        cdef Comm child = new_comm(self.library, -1, nranks)
-        cdef ncclComm_t comm
-        cdef ncclResult_t code
-        if unique_id is not None:
-            c_id = c_unique_id(unique_id)
-            id_or_null = &c_id
-        comm = self.enter(<void*> self.api.ncclCommGrow, "ncclCommGrow")
-        with nogil:
-            code = self.api.ncclCommGrow(comm, nranks, id_or_null, -1, &child.comm, c_config)
-        self.leave(code, "ncclCommGrow")
-        return self.library.opened(child, code, "ncclCommGrow")
-
     # ---- memory and operators
 
     def register(self, size_t address, size_t nbytes):
@@ -397,16 +332,6 @@ cdef class Comm:
             code = self.api.ncclCommWindowDeregister(comm, <ncclWindow_t> window)
         self.leave(code, "ncclCommWindowDeregister")
 
-    def window_user_ptr(self, size_t window):
-        """Return the address that a window was made from. C: ``ncclWinGetUserPtr``."""
-        cdef void* address = NULL
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclWinGetUserPtr, "ncclWinGetUserPtr")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclWinGetUserPtr(comm, <ncclWindow_t> window, &address)
-        self.leave(code, "ncclWinGetUserPtr")
-        return <size_t> address
-
     def create_premul_sum(self, value, int dtype):
         """Make an op that multiplies by ``value``, stored as ``dtype``, then sums; return its code.
 
@@ -435,55 +360,20 @@ cdef class Comm:
             code = self.api.ncclRedOpDestroy(<ncclRedOp_t> op, comm)
         self.leave(code, "ncclRedOpDestroy")
 
-    def suspend(self, int flags=NCCL_SUSPEND_MEM):
-        """Release the memory that ``resume`` allocates again. C: ``ncclCommSuspend``."""
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommSuspend, "ncclCommSuspend")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclCommSuspend(comm, flags)
-        self.leave(code, "ncclCommSuspend")
+    # ---- collectives
 
-    def resume(self):
-        """Allocate again what ``suspend`` released. C: ``ncclCommResume``."""
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommResume, "ncclCommResume")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclCommResume(comm)
-        self.leave(code, "ncclCommResume")
-
-    def mem_stats(self, int stat):
-        """Return a memory figure (``ncclCommMemStat_t``), mostly in bytes.
-
-        C: ``ncclCommMemStats``.
-        """
-        cdef uint64_t value = 0
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclCommMemStats, "ncclCommMemStats")
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclCommMemStats(comm, <ncclCommMemStat_t> stat, &value)
-        self.leave(code, "ncclCommMemStats")
-        return value
-
-    # ---- collectives. `config`: a dict of ncclCollConfig_t fields for this one call, the same on
-    # every rank.
-
-    def all_reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t stream=0, config=None):
+    def all_reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, size_t stream=0):
         """Reduce ``count`` elements over all ranks into ``recv`` on each.
 
-        In place where ``send == recv``. C: ``ncclAllReduce``, ``ncclAllReduceConfig``.
+        In place where ``send == recv``. C: ``ncclAllReduce``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllReduceConfig, "ncclAllReduceConfig")
         cdef ncclComm_t comm = enter_reduction(self, <void*> self.api.ncclAllReduce, "ncclAllReduce")
         cdef collFlightRecord_t* record = self.note("ncclAllReduce", FLIGHT_ALL_REDUCE, count, dtype, stream, -1)
         cdef OneRank how = one_rank(self, count, dtype, op)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclAllReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, how.op,
-                                              comm, <cudaStream_t> stream)
-            else:
-                code = self.api.ncclAllReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                                    how.op, comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclAllReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, how.op,
+                                          comm, <cudaStream_t> stream)
             if how.rest and code == ncclSuccess:
                 code = self.api.ncclAllReduce(<const void*> (send + how.done), <void*> (recv + how.done), how.rest,
                                               <ncclDataType_t> dtype, how.op, comm, <cudaStream_t> stream)
@@ -544,152 +434,105 @@ cdef class Comm:
                                                        <collHostShare_t*> share, comm, <cudaStream_t> stream)
         self.leave_op(code, "collHostReduceScatterShare", record)
 
-    def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0,
-                       config=None):
+    def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0):
         """Reduce ``size * recvcount`` elements; ``recv`` gets this rank's ``recvcount`` of them.
 
-        C: ``ncclReduceScatter``, ``ncclReduceScatterConfig``.
+        C: ``ncclReduceScatter``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceScatterConfig,
-                                       "ncclReduceScatterConfig")
         cdef ncclComm_t comm = enter_reduction(self, <void*> self.api.ncclReduceScatter, "ncclReduceScatter")
         cdef collFlightRecord_t* record = self.note("ncclReduceScatter", FLIGHT_REDUCE_SCATTER,
                                                     recvcount, dtype, stream, -1)
         cdef OneRank how = one_rank(self, recvcount, dtype, op)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclReduceScatter(<const void*> send, <void*> recv, recvcount, <ncclDataType_t> dtype,
-                                                  how.op, comm, <cudaStream_t> stream)
-            else:
-                code = self.api.ncclReduceScatterConfig(<const void*> send, <void*> recv, recvcount,
-                                                        <ncclDataType_t> dtype, how.op, comm,
-                                                        <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclReduceScatter(<const void*> send, <void*> recv, recvcount, <ncclDataType_t> dtype,
+                                              how.op, comm, <cudaStream_t> stream)
             if how.rest and code == ncclSuccess:
                 code = self.api.ncclReduceScatter(<const void*> (send + how.done), <void*> (recv + how.done), how.rest,
                                                   <ncclDataType_t> dtype, how.op, comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclReduceScatter", record)
 
-    def all_gather(self, size_t send, size_t recv, size_t sendcount, int dtype, size_t stream=0, config=None):
+    def all_gather(self, size_t send, size_t recv, size_t sendcount, int dtype, size_t stream=0):
         """Gather ``sendcount`` elements of every rank into ``recv``, in rank order.
 
-        C: ``ncclAllGather``, ``ncclAllGatherConfig``.
+        C: ``ncclAllGather``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAllGatherConfig, "ncclAllGatherConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAllGather, "ncclAllGather")
         cdef collFlightRecord_t* record = self.note("ncclAllGather", FLIGHT_ALL_GATHER, sendcount, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclAllGather(<const void*> send, <void*> recv, sendcount, <ncclDataType_t> dtype, comm,
-                                              <cudaStream_t> stream)
-            else:
-                code = self.api.ncclAllGatherConfig(<const void*> send, <void*> recv, sendcount, <ncclDataType_t> dtype,
-                                                    comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclAllGather(<const void*> send, <void*> recv, sendcount, <ncclDataType_t> dtype, comm,
+                                          <cudaStream_t> stream)
         self.leave_op(code, "ncclAllGather", record)
 
-    def broadcast(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
+    def broadcast(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0):
         """Copy ``count`` elements from ``send`` of ``root`` to ``recv`` of every rank.
 
-        C: ``ncclBroadcast``, ``ncclBroadcastConfig``.
+        C: ``ncclBroadcast``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclBroadcastConfig, "ncclBroadcastConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBroadcast, "ncclBroadcast")
         cdef collFlightRecord_t* record = self.note("ncclBroadcast", FLIGHT_BROADCAST, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclBroadcast(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
-                                              comm, <cudaStream_t> stream)
-            else:
-                code = self.api.ncclBroadcastConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                                    root, comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclBroadcast(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
+                                          comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclBroadcast", record)
 
-    def reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, int root, size_t stream=0, config=None):
+    def reduce(self, size_t send, size_t recv, size_t count, int dtype, int op, int root, size_t stream=0):
         """Reduce ``count`` elements over all ranks into ``recv`` of ``root``.
 
-        C: ``ncclReduce``, ``ncclReduceConfig``.
+        C: ``ncclReduce``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclReduceConfig, "ncclReduceConfig")
         cdef ncclComm_t comm = enter_reduction(self, <void*> self.api.ncclReduce, "ncclReduce")
         cdef collFlightRecord_t* record = self.note("ncclReduce", FLIGHT_REDUCE, count, dtype, stream, root)
         cdef OneRank how = one_rank(self, count, dtype, op)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                           how.op, root, comm, <cudaStream_t> stream)
-            else:
-                code = self.api.ncclReduceConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                                 how.op, root, comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclReduce(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
+                                       how.op, root, comm, <cudaStream_t> stream)
             if how.rest and code == ncclSuccess:
                 code = self.api.ncclReduce(<const void*> (send + how.done), <void*> (recv + how.done), how.rest,
                                            <ncclDataType_t> dtype, how.op, root, comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclReduce", record)
 
-    def all_to_all(self, size_t send, size_t recv, size_t count, int dtype, size_t stream=0, config=None):
+    def all_to_all(self, size_t send, size_t recv, size_t count, int dtype, size_t stream=0):
         """Send the j-th ``count`` elements to rank j, and receive rank i's into the i-th.
 
-        C: ``ncclAlltoAll``, ``ncclAlltoAllConfig``.
+        C: ``ncclAlltoAll``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclAlltoAllConfig, "ncclAlltoAllConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclAlltoAll, "ncclAlltoAll")
         cdef collFlightRecord_t* record = self.note("ncclAlltoAll", FLIGHT_ALL_TO_ALL, count, dtype, stream, -1)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclAlltoAll(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, comm,
-                                             <cudaStream_t> stream)
-            else:
-                code = self.api.ncclAlltoAllConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype,
-                                                   comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclAlltoAll(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, comm,
+                                         <cudaStream_t> stream)
         self.leave_op(code, "ncclAlltoAll", record)
 
-    def gather(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
+    def gather(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0):
         """Gather ``count`` elements of every rank into ``recv`` of ``root``, in rank order.
 
-        C: ``ncclGather``, ``ncclGatherConfig``.
+        C: ``ncclGather``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclGatherConfig, "ncclGatherConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclGather, "ncclGather")
         cdef collFlightRecord_t* record = self.note("ncclGather", FLIGHT_GATHER, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclGather(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root, comm,
-                                           <cudaStream_t> stream)
-            else:
-                code = self.api.ncclGatherConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
-                                                 comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclGather(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root, comm,
+                                       <cudaStream_t> stream)
         self.leave_op(code, "ncclGather", record)
 
-    def scatter(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0, config=None):
+    def scatter(self, size_t send, size_t recv, size_t count, int dtype, int root, size_t stream=0):
         """Send the i-th ``count`` elements of ``send`` of ``root`` to ``recv`` of rank i.
 
-        C: ``ncclScatter``, ``ncclScatterConfig``.
+        C: ``ncclScatter``.
         """
-        cdef _CallConfig tuned = tuning(self, config, <void*> self.api.ncclScatterConfig, "ncclScatterConfig")
         cdef ncclComm_t comm = self.enter(<void*> self.api.ncclScatter, "ncclScatter")
         cdef collFlightRecord_t* record = self.note("ncclScatter", FLIGHT_SCATTER, count, dtype, stream, root)
         cdef ncclResult_t code
         with nogil:
-            if tuned is None:
-                code = self.api.ncclScatter(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root, comm,
-                                            <cudaStream_t> stream)
-            else:
-                code = self.api.ncclScatterConfig(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root,
-                                                  comm, <cudaStream_t> stream, &tuned.c)
+            code = self.api.ncclScatter(<const void*> send, <void*> recv, count, <ncclDataType_t> dtype, root, comm,
+                                        <cudaStream_t> stream)
         self.leave_op(code, "ncclScatter", record)
-
-    def bcast(self, size_t buf, size_t count, int dtype, int root, size_t stream=0):
-        """Broadcast in place. C: ``ncclBcast``."""
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclBcast, "ncclBcast")
-        cdef collFlightRecord_t* record = self.note("ncclBcast", FLIGHT_BROADCAST, count, dtype, stream, root)
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclBcast(<void*> buf, count, <ncclDataType_t> dtype, root, comm, <cudaStream_t> stream)
-        self.leave_op(code, "ncclBcast", record)
 
     # ---- point to point
 
@@ -714,43 +557,6 @@ cdef class Comm:
         with nogil:
             code = self.api.ncclRecv(<void*> buf, count, <ncclDataType_t> dtype, peer, comm, <cudaStream_t> stream)
         self.leave_op(code, "ncclRecv", record)
-
-    def put_signal(self, size_t local, size_t count, int dtype, int peer, size_t window, size_t offset, int sig_idx=0,
-                   int ctx=0, unsigned int flags=0, size_t stream=0):
-        """Write ``count`` elements to ``peer``'s window at byte ``offset``, then signal it.
-
-        C: ``ncclPutSignal``.
-        """
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclPutSignal, "ncclPutSignal")
-        cdef collFlightRecord_t* record = self.note("ncclPutSignal", FLIGHT_PUT_SIGNAL, count, dtype, stream, peer)
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclPutSignal(<const void*> local, count, <ncclDataType_t> dtype, peer,
-                                          <ncclWindow_t> window, offset, sig_idx, ctx, flags, comm,
-                                          <cudaStream_t> stream)
-        self.leave_op(code, "ncclPutSignal", record)
-
-    def signal(self, int peer, int sig_idx=0, int ctx=0, unsigned int flags=0, size_t stream=0):
-        """Signal ``peer`` with no data. C: ``ncclSignal``."""
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclSignal, "ncclSignal")
-        cdef collFlightRecord_t* record = self.note("ncclSignal", FLIGHT_SIGNAL, 0, 0, stream, peer)
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclSignal(peer, sig_idx, ctx, flags, comm, <cudaStream_t> stream)
-        self.leave_op(code, "ncclSignal", record)
-
-    def wait_signal(self, list signals not None, size_t stream=0):
-        """Wait for signals: a list of ``(how many, peer, sig_idx, ctx)``. C: ``ncclWaitSignal``."""
-        cdef _Ints flat = _Ints([value for op_count, peer, sig_idx, ctx in signals
-                                 for value in (op_count, peer, sig_idx, ctx)])
-        cdef ncclWaitSignalDesc_t* descs = <ncclWaitSignalDesc_t*> flat.data     # four ints each
-        cdef int count = len(signals)
-        cdef ncclComm_t comm = self.enter(<void*> self.api.ncclWaitSignal, "ncclWaitSignal")
-        cdef collFlightRecord_t* record = self.note("ncclWaitSignal", FLIGHT_WAIT_SIGNAL, 0, 0, stream, -1)
-        cdef ncclResult_t code
-        with nogil:
-            code = self.api.ncclWaitSignal(count, descs, comm, <cudaStream_t> stream)
-        self.leave_op(code, "ncclWaitSignal", record)
 
     # ---- functions of the host engine
 

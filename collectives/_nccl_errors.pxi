@@ -10,7 +10,7 @@ ErrorInfo.__doc__ = """Report of the host engine on a failed or a pending operat
 
 # Exception classes by collHostErrorKind_t, then by ncclResult_t.
 cdef tuple KINDS = ("none", "argument", "usage", "mismatch", "timeout", "remote", "aborted", "interrupted", "memory",
-                    "system", "internal", "unsupported")
+                    "system", "internal")
 cdef dict CLASS_OF_KIND = {
     "argument": errors.InvalidArgument,
     "usage": errors.InvalidUsage,
@@ -24,7 +24,6 @@ cdef dict CLASS_OF_KIND = {
     "memory": errors.TransportError,
     "system": errors.TransportError,
     "internal": errors.InternalError,
-    "unsupported": errors.InvalidUsage,
 }
 cdef dict CLASS_OF_CODE = {
     ncclUnhandledCudaError: errors.CudaError,

@@ -21,7 +21,7 @@ cdef extern from "coll/flight_record.h":
 
 # The names of `collFlightRecord_t.op`, in the order of `FlightOp`.
 FLIGHT_OPS = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "gather", "scatter",
-              "send", "recv", "put_signal", "signal", "wait_signal")
+              "send", "recv")
 FLIGHT_LAYOUT = {
     "header_bytes": collFlightHeaderBytes, "record_bytes": sizeof(collFlightRecord_t), "capacity": collFlightCapacity,
     "lines": collFlightLines, "line_bytes": collFlightLineBytes, "meta_offset": collFlightMetaOffset,

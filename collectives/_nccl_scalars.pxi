@@ -1,16 +1,13 @@
 # Conversion of small values to C: unique ids, lists of ints, time limits, scalars of every dtype.
 
-cdef bytes checked_unique_id(object unique_id):
+cdef ncclUniqueId c_unique_id(object unique_id) except *:
+    cdef ncclUniqueId c_id
+    cdef bytes data
     if not isinstance(unique_id, bytes) or len(unique_id) != NCCL_UNIQUE_ID_BYTES:
         raise errors.InvalidArgument(
             f"a unique id is {NCCL_UNIQUE_ID_BYTES} bytes, not "
             + (f"{len(unique_id)}" if isinstance(unique_id, bytes) else type(unique_id).__name__))
-    return unique_id
-
-
-cdef ncclUniqueId c_unique_id(object unique_id) except *:
-    cdef ncclUniqueId c_id
-    cdef bytes data = checked_unique_id(unique_id)
+    data = unique_id
     memcpy(&c_id, <const char*> data, sizeof(c_id))
     return c_id
 
@@ -97,43 +94,3 @@ cdef bytes scalar_bytes(object value, int dtype):
         name = next(name for name, code in DTYPES.items() if code == dtype)
         raise errors.InvalidArgument(f"{value!r} can't be stored as {name}: {error}") from error
     raise errors.InvalidArgument(f"{dtype} is no dtype code; they are 0 to {ncclNumTypes - 1}")
-
-
-# ---- parameters
-
-ctypedef ncclResult_t (*param_getter_t)(ncclParamHandle_t, void*) noexcept nogil
-
-cdef object read_param(Library library, ncclParamHandle_t handle, str kind):
-    cdef char raw[4096]
-    cdef int length = 0
-    cdef const char* text = NULL
-    cdef ncclResult_t code
-    cdef param_getter_t getter
-    if kind == "str":
-        library.need(<void*> library.api.ncclParamGetStr, "ncclParamGetStr")
-        with nogil:
-            code = library.api.ncclParamGetStr(handle, &text)
-        library.done(code, "ncclParamGetStr")
-        return text_of(text)
-    if kind == "raw":
-        library.need(<void*> library.api.ncclParamGet, "ncclParamGet")
-        with nogil:
-            code = library.api.ncclParamGet(handle, raw, sizeof(raw), &length)
-        library.done(code, "ncclParamGet")
-        return raw[:length]
-    # The typed getters differ only in what their second argument points to.
-    getters = {
-        "i8": <size_t> library.api.ncclParamGetI8, "i16": <size_t> library.api.ncclParamGetI16,
-        "i32": <size_t> library.api.ncclParamGetI32, "i64": <size_t> library.api.ncclParamGetI64,
-        "u8": <size_t> library.api.ncclParamGetU8, "u16": <size_t> library.api.ncclParamGetU16,
-        "u32": <size_t> library.api.ncclParamGetU32, "u64": <size_t> library.api.ncclParamGetU64,
-    }
-    if kind not in getters:
-        raise errors.InvalidArgument(f"{kind!r} is no kind of parameter; they are {', '.join(getters)}, str, raw")
-    name = f"ncclParamGet{kind.upper()}".encode()
-    getter = <param_getter_t> <size_t> getters[kind]
-    library.need(<void*> getter, name)
-    with nogil:
-        code = getter(handle, raw)
-    library.done(code, name)
-    return int.from_bytes(raw[:int(kind[1:]) // 8], sys.byteorder, signed=kind[0] == "i")

@@ -18,13 +18,10 @@
   F(ncclGetUniqueId, 2000) \
   F(ncclGetErrorString, 2000) \
   F(ncclCommInitRank, 2000) \
-  F(ncclCommInitAll, 2000) \
   F(ncclCommDestroy, 2000) \
   F(ncclCommCount, 2000) \
-  F(ncclCommCuDevice, 2000) \
   F(ncclCommUserRank, 2000) \
   F(ncclReduce, 2000) \
-  F(ncclBcast, 2000) \
   F(ncclAllReduce, 2000) \
   F(ncclReduceScatter, 2000) \
   F(ncclAllGather, 2000) \
@@ -39,53 +36,18 @@
   F(ncclRedOpDestroy, 21100) \
   F(ncclGetLastError, 21300) \
   F(ncclCommInitRankConfig, 21400) \
-  F(ncclCommFinalize, 21400) \
   F(ncclCommSplit, 21801) \
   F(ncclMemAlloc, 21903) \
   F(ncclMemFree, 21903) \
   F(ncclCommRegister, 21903) \
   F(ncclCommDeregister, 21903) \
-  F(ncclGroupSimulateEnd, 22203) \
-  F(ncclCommInitRankScalable, 22304) \
   F(ncclCommShrink, 22703) \
   F(ncclCommWindowRegister, 22703) \
   F(ncclCommWindowDeregister, 22703) \
   F(ncclAlltoAll, 22803) \
   F(ncclGather, 22803) \
   F(ncclScatter, 22803) \
-  F(ncclCommRevoke, 22807) \
-  F(ncclCommGetUniqueId, 22902) \
-  F(ncclCommGrow, 22902) \
-  F(ncclWinGetUserPtr, 22902) \
-  F(ncclPutSignal, 22902) \
-  F(ncclSignal, 22902) \
-  F(ncclWaitSignal, 22902) \
-  F(ncclCommSuspend, 22907) \
-  F(ncclCommResume, 22907) \
-  F(ncclCommMemStats, 22907) \
-  F(ncclParamBind, 23004) \
-  F(ncclParamGetI8, 23004) \
-  F(ncclParamGetI16, 23004) \
-  F(ncclParamGetI32, 23004) \
-  F(ncclParamGetI64, 23004) \
-  F(ncclParamGetU8, 23004) \
-  F(ncclParamGetU16, 23004) \
-  F(ncclParamGetU32, 23004) \
-  F(ncclParamGetU64, 23004) \
-  F(ncclParamGetStr, 23004) \
-  F(ncclParamGet, 23004) \
-  F(ncclParamGetParameter, 23004) \
-  F(ncclParamGetAllParameterKeys, 23004) \
-  F(ncclParamDumpAll, 23004) \
-  F(ncclAllReduceConfig, 23100) \
-  F(ncclBroadcastConfig, 23100) \
-  F(ncclReduceConfig, 23100) \
-  F(ncclAllGatherConfig, 23100) \
-  F(ncclReduceScatterConfig, 23100) \
-  F(ncclAlltoAllConfig, 23100) \
-  F(ncclGatherConfig, 23100) \
-  F(ncclScatterConfig, 23100) \
-  F(ncclSetEncryption, 23200)
+  F(ncclCommRevoke, 22807)
 
 // The host engine's own functions: F(function, 0), since no NCCL has them.
 #define COLL_HOST_FUNCTIONS(F) \
@@ -124,14 +86,14 @@ typedef struct {
 } collTable_t;
 #undef COLL_MEMBER
 
-// kind, of a field: 'i' int, 's' string, 'u' 64 bits unsigned.
+// kind, of a field: 'i' int, 's' string.
 typedef struct { const char* name; int since; size_t offset; char kind; } collEntry_t;
 
 #define COLL_ENTRY(function, since) {#function, since, offsetof(collTable_t, function), 0},
 static const collEntry_t collFunctions[] = {COLL_NCCL_FUNCTIONS(COLL_ENTRY) COLL_HOST_FUNCTIONS(COLL_ENTRY) {0, 0, 0, 0}};
 #undef COLL_ENTRY
 
-// F(field, first version code, kind) of ncclConfig_t and ncclCollConfig_t, in the order of the struct: a shorter struct of an
+// F(field, first version code, kind) of ncclConfig_t, in the order of the struct: a shorter struct of an
 // older version ends where the first newer field begins.
 #define COLL_CONFIG_FIELDS(F) \
   F(blocking, 21400, 'i') \
@@ -158,22 +120,8 @@ static const collEntry_t collFunctions[] = {COLL_NCCL_FUNCTIONS(COLL_ENTRY) COLL
   F(hostCftMode, 23100, 'i') \
   F(nvlsHostMode, 23200, 'i')
 
-#define COLL_COLL_CONFIG_FIELDS(F) \
-  F(minCTAs, 23100, 'i') \
-  F(maxCTAs, 23100, 'i') \
-  F(nvlsCTAs, 23100, 'i') \
-  F(cgaClusterSize, 23100, 'i') \
-  F(algSelection, 23100, 's') \
-  F(forceAlgSelection, 23100, 'i') \
-  F(CTAPolicy, 23100, 'i') \
-  F(userProfilerTag, 23100, 'u') \
-  F(launchCompletionEvent, 23200, 'u')
-
 #define COLL_FIELD(field, since, kind) {#field, since, offsetof(ncclConfig_t, field), kind},
 static const collEntry_t collConfigFields[] = {COLL_CONFIG_FIELDS(COLL_FIELD) {0, 0, 0, 0}};
-#undef COLL_FIELD
-#define COLL_FIELD(field, since, kind) {#field, since, offsetof(ncclCollConfig_t, field), kind},
-static const collEntry_t collCollConfigFields[] = {COLL_COLL_CONFIG_FIELDS(COLL_FIELD) {0, 0, 0, 0}};
 #undef COLL_FIELD
 
 // How many times this process is a fork of the one that loaded the binding: a communicator of a parent is none of ours.

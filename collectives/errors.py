@@ -110,4 +110,4 @@ class CollectiveTimeout(CollectivesError, TimeoutError):
 
 
 class Aborted(CollectivesError):
-    """``abort()`` or ``revoke()`` on this rank has ended the operation."""
+    """``abort()`` on this rank has ended the operation."""

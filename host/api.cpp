@@ -171,20 +171,6 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
   });
 }
 
-ncclResult_t check_config(const ncclCollConfig_t* config, const char* op) noexcept {
-  if (!config) return ncclSuccess;
-  if (config->magic != NCCL_API_MAGIC || config->size < offsetof(ncclCollConfig_t, ext))
-    return refuse(raise(collHostErrorArgument, op, "the config was not made with NCCL_COLLCONFIG_INITIALIZER"));
-  // The rest tunes GPUs, but an algorithm that must be used, or an event to record, can't be passed
-  // over in silence.
-  bool has_selection = config->size >= offsetof(ncclCollConfig_t, CTAPolicy);
-  if (has_selection && config->algSelection && *config->algSelection && config->forceAlgSelection)
-    return refuse(raise(collHostErrorUnsupported, op, "the host engine has no algorithm named by algSelection"));
-  if (config->size >= sizeof(ncclCollConfig_t) && config->launchCompletionEvent)
-    return refuse(raise(collHostErrorUnsupported, op, "the host engine has no CUDA events (launchCompletionEvent)"));
-  return ncclSuccess;
-}
-
 }  // namespace
 }  // namespace coll
 
@@ -247,47 +233,6 @@ ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int p
 }
 ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
   return call(CollKind::Recv, nullptr, recv, count, type, ncclSum, peer, comm, stream);
-}
-
-ncclResult_t ncclAllReduceConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclAllReduceConfig");
-  return code ? code : ncclAllReduce(send, recv, count, type, op, comm, stream);
-}
-ncclResult_t ncclReduceScatterConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                                     ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclReduceScatterConfig");
-  return code ? code : ncclReduceScatter(send, recv, count, type, op, comm, stream);
-}
-ncclResult_t ncclAllGatherConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
-                                 cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclAllGatherConfig");
-  return code ? code : ncclAllGather(send, recv, count, type, comm, stream);
-}
-ncclResult_t ncclBroadcastConfig(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                                 cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclBroadcastConfig");
-  return code ? code : ncclBroadcast(send, recv, count, type, root, comm, stream);
-}
-ncclResult_t ncclReduceConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                              ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclReduceConfig");
-  return code ? code : ncclReduce(send, recv, count, type, op, root, comm, stream);
-}
-ncclResult_t ncclAlltoAllConfig(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
-                                cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclAlltoAllConfig");
-  return code ? code : ncclAlltoAll(send, recv, count, type, comm, stream);
-}
-ncclResult_t ncclGatherConfig(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                              cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclGatherConfig");
-  return code ? code : ncclGather(send, recv, count, type, root, comm, stream);
-}
-ncclResult_t ncclScatterConfig(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
-                               cudaStream_t stream, const ncclCollConfig_t* config) {
-  ncclResult_t code = check_config(config, "ncclScatterConfig");
-  return code ? code : ncclScatter(send, recv, count, type, root, comm, stream);
 }
 
 ncclResult_t ncclGroupStart(void) { return group_start(); }

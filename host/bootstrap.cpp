@@ -420,7 +420,7 @@ bool Rendezvous::join_server(Fd fd, Error* error) {
     if (m.kind == Kind::Arrived) {
       memcpy(arrived.ranks, m.ranks, sizeof arrived.ranks);
     } else if (m.kind == Kind::Failed) {
-      bool known = m.error_kind > collHostErrorNone && m.error_kind <= collHostErrorUnsupported;
+      bool known = m.error_kind > collHostErrorNone && m.error_kind <= collHostErrorInternal;
       Error e = make_error(known ? static_cast<collHostErrorKind_t>(m.error_kind) : collHostErrorInternal, m.text);
       e.peers = ranks_in(m.ranks);
       return give_up(e);

@@ -274,24 +274,6 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId,
   });
 }
 
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int nranks, int rank, int nId, ncclUniqueId* commIds,
-                                      ncclConfig_t* config) {
-  return guarded("ncclCommInitRankScalable", [&] {
-    const char* op = "ncclCommInitRankScalable";
-    if (!commIds || nId < 1 || nId > nranks)
-      return refuse(raise(collHostErrorArgument, op, format("nId is %d, must be 1 to nranks (%d), and commIds not NULL", nId, nranks)));
-    Id id;
-    memcpy(&id, &commIds[0], sizeof id);
-    if (memcmp(id.magic, "COLLHOST", 8) == 0 && nId > 1) {
-      // Several ids spread the work of many machines' bootstraps; here one is enough, made of all
-      // of them.
-      Id all = derive_id(id.secret, commIds, sizeof(ncclUniqueId) * static_cast<size_t>(nId));
-      id = all;
-    }
-    return init_rank(comm, nranks, id, rank, config, 0, op);
-  });
-}
-
 ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ndev, const int* devlist) {
   return guarded("ncclCommInitAll", [&] {
     const char* op = "ncclCommInitAll";

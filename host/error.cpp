@@ -47,8 +47,7 @@ ncclResult_t code_of(collHostErrorKind_t kind) {
     case collHostErrorArgument: return ncclInvalidArgument;
     case collHostErrorUsage:
     case collHostErrorMismatch:
-    case collHostErrorAborted:
-    case collHostErrorUnsupported: return ncclInvalidUsage;
+    case collHostErrorAborted: return ncclInvalidUsage;
     case collHostErrorTimeout: return ncclTimeout;
     case collHostErrorRemote: return ncclRemoteError;
     case collHostErrorMemory:

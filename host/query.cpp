@@ -1,19 +1,12 @@
-// Exported functions that query or set something, and those that this engine does not offer.
-#include <string.h>
-
+// Exported functions that query or set something.
 #include "bootstrap.h"
 #include "comm.h"
-#include "group.h"
 #include "heap.h"
 #include "system.h"
 
 using namespace coll;
 
 namespace {
-ncclResult_t not_offered(const char* op, const char* why) noexcept {
-  return guarded(op, [&] { return refuse(raise(collHostErrorUnsupported, op, std::string("not offered by the host engine: ") + why)); });
-}
-
 ncclResult_t add_registration(const char* op, ncclComm_t comm, void* buff, size_t size, void** handle) noexcept {
   return guarded(op, [&] {
     ncclComm* c = checked(comm, op);
@@ -51,8 +44,6 @@ ncclResult_t answer(const char* op, ncclComm_t comm, T* out, T ncclComm::*member
     return ncclSuccess;
   });
 }
-
-ncclResult_t no_parameters(const char* op) noexcept { return not_offered(op, "it has no parameters of NCCL's"); }
 }  // namespace
 
 extern "C" {
@@ -124,19 +115,6 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, nc
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win) {
   return remove_registration("ncclCommWindowDeregister", comm, win);
 }
-ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t win, void** outUserPtr) {
-  return guarded("ncclWinGetUserPtr", [&] {
-    const char* op = "ncclWinGetUserPtr";
-    ncclComm* c = checked(comm, op);
-    if (!c) return last_error().code;
-    if (!outUserPtr) return raise(collHostErrorArgument, op, "outUserPtr is NULL");
-    std::lock_guard<std::mutex> hold(c->state_lock);
-    if (!c->registered.count(win)) return raise(collHostErrorArgument, op, "this is no window of this communicator");
-    *outUserPtr = reinterpret_cast<Registration*>(win)->address;
-    return ncclSuccess;
-  });
-}
-
 // ---- Beside NCCL's
 
 ncclResult_t collHostGetError(ncclComm_t comm, collHostErrorInfo_t* info) {
@@ -254,57 +232,5 @@ ncclResult_t collHostMemoryInUse(uint64_t* nbytes) {
   *nbytes = memory_in_use();
   return ncclSuccess;
 }
-
-// ---- Not offered
-
-ncclResult_t ncclCommGetUniqueId(ncclComm_t, ncclUniqueId*) {
-  return not_offered("ncclCommGetUniqueId", "communicators do not grow; make a new one with ncclCommInitRank");
-}
-ncclResult_t ncclCommGrow(ncclComm_t, int, const ncclUniqueId*, int, ncclComm_t*, ncclConfig_t*) {
-  return not_offered("ncclCommGrow", "communicators do not grow; make a new one with ncclCommInitRank");
-}
-ncclResult_t ncclCommSuspend(ncclComm_t, int) { return not_offered("ncclCommSuspend", "there is no GPU memory to suspend"); }
-ncclResult_t ncclCommResume(ncclComm_t) { return not_offered("ncclCommResume", "there is no GPU memory to resume"); }
-ncclResult_t ncclCommMemStats(ncclComm_t, ncclCommMemStat_t, uint64_t*) {
-  return not_offered("ncclCommMemStats", "it holds no GPU memory; collHostMemoryInUse counts host memory");
-}
-ncclResult_t ncclPutSignal(const void*, size_t, ncclDataType_t, int, ncclWindow_t, size_t, int, int, unsigned int, ncclComm_t,
-                           cudaStream_t) {
-  return not_offered("ncclPutSignal", "no one-sided operations; use ncclSend and ncclRecv");
-}
-ncclResult_t ncclSignal(int, int, int, unsigned int, ncclComm_t, cudaStream_t) {
-  return not_offered("ncclSignal", "no one-sided operations; use ncclSend and ncclRecv");
-}
-ncclResult_t ncclWaitSignal(int, ncclWaitSignalDesc_t*, ncclComm_t, cudaStream_t) {
-  return not_offered("ncclWaitSignal", "no one-sided operations; use ncclSend and ncclRecv");
-}
-ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t*) {
-  group_cancel();  // as in NCCL, what was put into the group is not run
-  return not_offered("ncclGroupSimulateEnd", "it has no model of its own speed yet");
-}
-ncclResult_t ncclSetEncryption(const ncclEncryptionConfig_t*) {
-  return not_offered("ncclSetEncryption", "its ranks share memory, there is nothing on a network");
-}
-ncclResult_t ncclParamBind(ncclParamHandle_t*, const char*) { return no_parameters("ncclParamBind"); }
-ncclResult_t ncclParamGetI8(ncclParamHandle_t, int8_t*) { return no_parameters("ncclParamGetI8"); }
-ncclResult_t ncclParamGetI16(ncclParamHandle_t, int16_t*) { return no_parameters("ncclParamGetI16"); }
-ncclResult_t ncclParamGetI32(ncclParamHandle_t, int32_t*) { return no_parameters("ncclParamGetI32"); }
-ncclResult_t ncclParamGetI64(ncclParamHandle_t, int64_t*) { return no_parameters("ncclParamGetI64"); }
-ncclResult_t ncclParamGetU8(ncclParamHandle_t, uint8_t*) { return no_parameters("ncclParamGetU8"); }
-ncclResult_t ncclParamGetU16(ncclParamHandle_t, uint16_t*) { return no_parameters("ncclParamGetU16"); }
-ncclResult_t ncclParamGetU32(ncclParamHandle_t, uint32_t*) { return no_parameters("ncclParamGetU32"); }
-ncclResult_t ncclParamGetU64(ncclParamHandle_t, uint64_t*) { return no_parameters("ncclParamGetU64"); }
-ncclResult_t ncclParamGetStr(ncclParamHandle_t, const char**) { return no_parameters("ncclParamGetStr"); }
-ncclResult_t ncclParamGet(ncclParamHandle_t, void*, int, int*) { return no_parameters("ncclParamGet"); }
-ncclResult_t ncclParamGetParameter(const char*, const char**, int*) { return no_parameters("ncclParamGetParameter"); }
-ncclResult_t ncclParamGetAllParameterKeys(const char*** table, int* tableLen) {
-  if (!table || !tableLen) return raise(collHostErrorArgument, "ncclParamGetAllParameterKeys", "table or tableLen is NULL");
-  static const char* none = nullptr;
-  *table = &none;
-  *tableLen = 0;
-  return ncclSuccess;
-}
-void ncclParamDumpAll(void) {}
-void ncclResetDebugInit(void) {}
 
 }  // extern "C"

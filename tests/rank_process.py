@@ -48,6 +48,15 @@ def load_binding():
     return sys.modules["collectives._nccl"]
 
 
+def open_ranks(library, size: int) -> list:
+    """Open all ranks of a communicator in this process, by one thread: what it calls on them must be in groups."""
+    unique_id = library.get_unique_id()
+    library.group_start()
+    comms = [library.comm_init_rank(size, unique_id, rank) for rank in range(size)]
+    library.group_end()
+    return comms
+
+
 def bind_submodules():
     """Make up for load_binding: what was imported before the package itself becomes an attribute of the package."""
     package = sys.modules.get("collectives")

@@ -17,15 +17,7 @@ from tests.rank_process import ROOT
 
 HERE = Path(__file__).resolve().parent
 OUR_HEADERS = (ROOT / "kernels/include/coll/nccl_abi.h", ROOT / "collectives/_nccl_table.h")
-# The only public function that is not bound, on purpose: "not supported as part of the NCCL API and will be removed".
-NOT_BOUND = {"ncclResetDebugInit"}
-
-INITIALIZERS = {
-    "ncclConfig_t": ("NCCL_CONFIG_INITIALIZER", "NCCL_API_MAGIC"),
-    "ncclCollConfig_t": ("NCCL_COLLCONFIG_INITIALIZER", "NCCL_API_MAGIC"),
-    "ncclSimInfo_t": ("NCCL_SIM_INFO_INITIALIZER", "NCCL_SIM_INFO_MAGIC"),
-}
-POINTERS = {"launchCompletionEvent"}
+INITIALIZER = "NCCL_CONFIG_INITIALIZER"  # of ncclConfig_t
 
 SAME = """
 #include <type_traits>
@@ -107,7 +99,7 @@ def our_declarations(text: str) -> Ours:
         types=[name for _, name in enums] + [name for _, name in structs],
         opaque=re.findall(r"typedef struct \w+\* (\w+);", text),
         fields=fields,
-        functions=sorted(public_functions(text) - NOT_BOUND),  # in the real header a macro, unless built inside NCCL
+        functions=sorted(public_functions(text)),
     )
 
 
@@ -116,24 +108,18 @@ def our_text() -> str:
     return OUR_HEADERS[0].read_text()
 
 
-def field_table() -> dict[str, list[tuple[str, int, str]]]:
-    """(field, first version, value when not set) of the two structs that grow, as the binding fills them."""
+def field_table() -> list[tuple[str, int, str]]:
+    """(field, first version, value when not set) of ncclConfig_t, as the binding fills it."""
     table = OUR_HEADERS[1].read_text()
-    unset = {"i": "NCCL_CONFIG_UNDEF_INT", "s": "nullptr", "u": "0"}
-    found = {}
-    for struct, macro in (("ncclConfig_t", "COLL_CONFIG_FIELDS"), ("ncclCollConfig_t", "COLL_COLL_CONFIG_FIELDS")):
-        body = table[table.index(f"#define {macro}(F)") :].split("\n\n")[0]
-        found[struct] = [
-            (name, int(code), "1" if name == "forceAlgSelection" else "nullptr" if name in POINTERS else unset[kind])
-            for name, code, kind in re.findall(r"F\((\w+), (\d+), '(\w)'\)", body)
-        ]
-    return found
+    unset = {"i": "NCCL_CONFIG_UNDEF_INT", "s": "nullptr"}
+    body = table[table.index("#define COLL_CONFIG_FIELDS(F)") :].split("\n\n")[0]
+    return [(name, int(code), unset[kind]) for name, code, kind in re.findall(r"F\((\w+), (\d+), '(\w)'\)", body)]
 
 
 def check_source(ours: Ours, header: str, since: dict[str, int]) -> str:
     """The C++ source. ``since``: the first versions of functions."""
     defaults = field_table()
-    field_since = {struct: {name: code for name, code, _ in rows} for struct, rows in defaults.items()}
+    field_since = {name: code for name, code, _ in defaults}
     version = version_code(header)
     same_minor = version // 100 == int(ours.constants["NCCL_VERSION_CODE"]) // 100
     plain = re.sub(r"#ifdef __cplusplus.*?#endif", "", ours.text, flags=re.S)  # extern "C" and its end
@@ -164,30 +150,23 @@ def check_source(ours: Ours, header: str, since: dict[str, int]) -> str:
         if there(name) and (same_minor or name not in ("ncclNumTypes", "ncclNumResults")):
             require(f"(long long)::{name} == (long long)ours::{name}")
     for name in types:
-        known = [each for each in ours.fields.get(name, ()) if field_since.get(name, {}).get(each, 0) <= version]
+        known = [each for each in ours.fields.get(name, ()) if field_since.get(each, 0) <= version]
         for field in known:
             require(f"offsetof(::{name}, {field}) == offsetof(ours::{name}, {field})")
             require(f"sizeof(((::{name}*)0)->{field}) == sizeof(((ours::{name}*)0)->{field})")
-            if field not in ("key", "val"):  # those two have no names for their types
-                require(f"same<decltype(::{name}::{field}), decltype(ours::{name}::{field})>::value")
+            require(f"same<decltype(::{name}::{field}), decltype(ours::{name}::{field})>::value")
         if same_minor:
             require(f"sizeof(::{name}) == sizeof(ours::{name})")
     for function in ours.functions:
         if since.get(function, 0) <= version:
             require(f"same<decltype(::{function}), decltype(ours::{function})>::value")
-    for name, (initializer, magic) in INITIALIZERS.items():
-        if not there(initializer):
-            continue
-        lines.append(f"constexpr {name} fresh_{name} = {initializer};")
-        require(f"fresh_{name}.magic == {ours.constants[magic]}")
-        require(f"fresh_{name}.size == sizeof({name})")
-        # A field that isn't set must look to the library as the real initializer leaves it.
-        for field, since_version, value in defaults.get(name, ()):
-            if since_version <= version:
-                require(f"fresh_{name}.{field} == {value}")
-    if there("ncclConfigExt_t"):
-        for path in ("key.vendorId", "key.optionId", "val.i", "val.s", "val.raw"):
-            require(f"offsetof(::ncclConfigExt_t, {path}) == offsetof(ours::ncclConfigExt_t, {path})")
+    lines.append(f"constexpr ncclConfig_t fresh = {INITIALIZER};")
+    require(f"fresh.magic == {ours.constants['NCCL_API_MAGIC']}")
+    require("fresh.size == sizeof(ncclConfig_t)")
+    # A field that isn't set must look to the library as the real initializer leaves it.
+    for field, since_version, value in defaults:
+        if since_version <= version:
+            require(f"fresh.{field} == {value}")
     return "\n".join(lines) + "\n"
 
 

@@ -15,12 +15,10 @@
 
 static char noted[4096];
 static ncclConfig_t config_seen;
-static ncclCollConfig_t call_config_seen;
 static unsigned char scalar_seen[8];
 
 const char* recorder_noted(void) { return noted; }
 const void* recorder_config(void) { return &config_seen; }
-const void* recorder_call_config(void) { return &call_config_seen; }
 const void* recorder_scalar(void) { return scalar_seen; }
 
 __attribute__((format(printf, 1, 2))) static ncclResult_t note(const char* format, ...) {
@@ -47,11 +45,6 @@ static ncclResult_t open_as(ncclComm_t* comm, uintptr_t handle) {
 ncclResult_t ncclGetVersion(int* version) { *version = VERSION; return ncclSuccess; }
 ncclResult_t ncclGroupStart(void) { return note("group_start"); }
 ncclResult_t ncclGroupEnd(void) { return note("group_end"); }
-ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* info) {
-  note("simulate size=%zu magic=%x version=%u time=%g", info->size, info->magic, info->version, info->estimatedTime);
-  info->estimatedTime = 1500;
-  return ncclSuccess;
-}
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int n, ncclUniqueId id, int rank) {
   note("init n=%d rank=%d id=%u,%u", n, rank, (unsigned char)id.internal[0], (unsigned char)id.internal[127]);
   return open_as(comm, 0x100);
@@ -62,16 +55,8 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, in
   note("init_config n=%d rank=%d net=%s", n, rank, config_seen.netName ? config_seen.netName : "-");
   return open_as(comm, 0x100);
 }
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int n, int rank, int nid, ncclUniqueId* ids,
-                                      ncclConfig_t* config) {
-  SEEN(config_seen, config);
-  note("scalable n=%d rank=%d nid=%d last=%u", n, rank, nid, (unsigned char)ids[nid - 1].internal[0]);
-  return open_as(comm, 0x100);
-}
 ncclResult_t ncclCommAbort(ncclComm_t c) { return note("abort %" X, P(c)); }
 ncclResult_t ncclCommDestroy(ncclComm_t c) { return note("destroy %" X, P(c)); }
-ncclResult_t ncclCommFinalize(ncclComm_t c) { return note("finalize %" X, P(c)); }
-ncclResult_t ncclCommRevoke(ncclComm_t c, int flags) { return note("revoke %" X " %d", P(c), flags); }
 ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
   SEEN(config_seen, config);
   note("split %" X " %d %d %s", P(c), color, key, config ? "config" : "inherit");
@@ -81,21 +66,11 @@ ncclResult_t ncclCommShrink(ncclComm_t c, int* ranks, int n, ncclComm_t* child, 
   note("shrink %" X " n=%d last=%d %s flags=%d", P(c), n, n ? ranks[n - 1] : -1, config ? "config" : "inherit", flags);
   return open_as(child, 0x200);
 }
-ncclResult_t ncclCommGetUniqueId(ncclComm_t c, ncclUniqueId* id) {
-  memset(id, 7, sizeof *id);
-  return note("comm_id %" X, P(c));
-}
-ncclResult_t ncclCommGrow(ncclComm_t c, int n, const ncclUniqueId* id, int rank, ncclComm_t* child,
-                          ncclConfig_t* config) {
-  note("grow %" X " n=%d id=%d rank=%d %s", P(c), n, id ? id->internal[0] : -1, rank, config ? "config" : "inherit");
-  return open_as(child, 0x200);
-}
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* state) {
   (void)c; *state = ncclInProgress; return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t c, int* count) { (void)c; *count = RANKS; return ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) { (void)c; *rank = 3; return ncclSuccess; }
-ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* device) { (void)c; *device = 6; return ncclSuccess; }
 ncclResult_t ncclCommRegister(const ncclComm_t c, void* p, size_t n, void** handle) {
   *handle = (void*)0x300;
   return note("register %" X " %" X " %zu", P(c), P(p), n);
@@ -110,16 +85,6 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t c, void* p, size_t n, ncclWindow_
 ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t win) {
   return note("unwindow %" X " %" X, P(c), P(win));
 }
-ncclResult_t ncclWinGetUserPtr(ncclComm_t c, ncclWindow_t win, void** p) {
-  *p = (void*)(P(win) + 1);
-  return note("window_ptr %" X " %" X, P(c), P(win));
-}
-ncclResult_t ncclCommSuspend(ncclComm_t c, int flags) { return note("suspend %" X " %d", P(c), flags); }
-ncclResult_t ncclCommResume(ncclComm_t c) { return note("resume %" X, P(c)); }
-ncclResult_t ncclCommMemStats(ncclComm_t c, ncclCommMemStat_t stat, uint64_t* value) {
-  *value = UINT64_C(1) << 40;
-  return note("mem_stats %" X " %d", P(c), (int)stat);
-}
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t t, ncclScalarResidence_t where,
                                       ncclComm_t c) {
   static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
@@ -130,49 +95,27 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataTyp
 }
 ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t c) { return note("destroy_op %d %" X, (int)op, P(c)); }
 
-// Collectives: the plain form and the Config form note the same, the latter with what the struct says of its algorithm.
 #define TAIL " c=%" X " s=%" X
-#define OPEN const void *a, void *b, size_t n, ncclDataType_t t
-#define SHOW "%" X " %" X " %zu %d"
-#define GIVE P(a), P(b), n, (int)t
 #define END ncclComm_t c, cudaStream_t s
-#define BOTH(name, middle, format, ...) \
-  ncclResult_t nccl##name(OPEN, middle END) { return note(#name " " SHOW format TAIL, GIVE, __VA_ARGS__ P(c), P(s)); } \
-  ncclResult_t nccl##name##Config(OPEN, middle END, const ncclCollConfig_t* config) { \
-    SEEN(call_config_seen, config); \
-    return note(#name "Config " SHOW format TAIL " alg=%s", GIVE, __VA_ARGS__ P(c), P(s), \
-                call_config_seen.algSelection ? call_config_seen.algSelection : "-"); \
+#define COLLECTIVE(name, middle, format, ...) \
+  ncclResult_t nccl##name(const void* a, void* b, size_t n, ncclDataType_t t, middle END) { \
+    return note(#name " %" X " %" X " %zu %d" format TAIL, P(a), P(b), n, (int)t, __VA_ARGS__ P(c), P(s)); \
   }
 #define COMMA ,
-BOTH(AllReduce, ncclRedOp_t op COMMA, " op=%d", (int)op COMMA)
-BOTH(ReduceScatter, ncclRedOp_t op COMMA, " op=%d", (int)op COMMA)
-BOTH(AllGather, , "", )
-BOTH(AlltoAll, , "", )
-BOTH(Broadcast, int root COMMA, " root=%d", root COMMA)
-BOTH(Gather, int root COMMA, " root=%d", root COMMA)
-BOTH(Scatter, int root COMMA, " root=%d", root COMMA)
-BOTH(Reduce, ncclRedOp_t op COMMA int root COMMA, " op=%d root=%d", (int)op COMMA root COMMA)
+COLLECTIVE(AllReduce, ncclRedOp_t op COMMA, " op=%d", (int)op COMMA)
+COLLECTIVE(ReduceScatter, ncclRedOp_t op COMMA, " op=%d", (int)op COMMA)
+COLLECTIVE(AllGather, , "", )
+COLLECTIVE(AlltoAll, , "", )
+COLLECTIVE(Broadcast, int root COMMA, " root=%d", root COMMA)
+COLLECTIVE(Gather, int root COMMA, " root=%d", root COMMA)
+COLLECTIVE(Scatter, int root COMMA, " root=%d", root COMMA)
+COLLECTIVE(Reduce, ncclRedOp_t op COMMA int root COMMA, " op=%d root=%d", (int)op COMMA root COMMA)
 
-ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, END) {
-  return note("Bcast %" X " %zu %d root=%d" TAIL, P(b), n, (int)t, root, P(c), P(s));
-}
 ncclResult_t ncclSend(const void* a, size_t n, ncclDataType_t t, int peer, END) {
   return note("Send %" X " %zu %d peer=%d" TAIL, P(a), n, (int)t, peer, P(c), P(s));
 }
 ncclResult_t ncclRecv(void* b, size_t n, ncclDataType_t t, int peer, END) {
   return note("Recv %" X " %zu %d peer=%d" TAIL, P(b), n, (int)t, peer, P(c), P(s));
-}
-ncclResult_t ncclPutSignal(const void* a, size_t n, ncclDataType_t t, int peer, ncclWindow_t win, size_t offset,
-                           int sig, int ctx, unsigned int flags, END) {
-  return note("PutSignal %" X " %zu %d peer=%d win=%" X " %zu sig=%d ctx=%d flags=%u" TAIL, P(a), n, (int)t, peer,
-              P(win), offset, sig, ctx, flags, P(c), P(s));
-}
-ncclResult_t ncclSignal(int peer, int sig, int ctx, unsigned int flags, END) {
-  return note("Signal peer=%d sig=%d ctx=%d flags=%u" TAIL, peer, sig, ctx, flags, P(c), P(s));
-}
-ncclResult_t ncclWaitSignal(int n, ncclWaitSignalDesc_t* d, END) {
-  return note("WaitSignal n=%d last=%d,%d,%d,%d" TAIL, n, d[n - 1].opCnt, d[n - 1].peer, d[n - 1].sigIdx,
-              d[n - 1].ctx, P(c), P(s));
 }
 ncclResult_t ncclMemAlloc(void** p, size_t n) { *p = (void*)0x500; return note("alloc %zu", n); }
 ncclResult_t ncclMemFree(void* p) { return note("free %" X, P(p)); }

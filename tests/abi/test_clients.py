@@ -146,6 +146,9 @@ FUNCTIONS = {
     "ncclGroupEnd": (c_int, []),
     "ncclCommWindowRegister": (c_int, [comm_t, buffer_t, c_size_t, POINTER(window_t), c_int]),
     "ncclCommWindowDeregister": (c_int, [comm_t, window_t]),
+    "ncclCommInitAll": (c_int, [POINTER(comm_t), c_int, POINTER(c_int)]),
+    "ncclCommCuDevice": (c_int, [comm_t, POINTER(c_int)]),
+    "ncclCommFinalize": (c_int, [comm_t]),
     "ncclCommDestroy": (c_int, [comm_t]),
 }
 library = ctypes.CDLL(path)
@@ -192,7 +195,21 @@ try:
     check(library.ncclAllReduce(mine, out, count, 99, SUM, comm, None))
 except RuntimeError as error:
     answer["error"] = str(error)
+check(library.ncclCommFinalize(comm))
 check(library.ncclCommDestroy(comm))
+
+both, device, sums = (comm_t * 2)(), c_int(), [array(), array()]     # all ranks of a communicator in this process
+check(library.ncclCommInitAll(both, 2, (c_int * 2)(3, 5)))
+check(library.ncclGroupStart())
+for each, total in zip(both, sums):
+    check(library.ncclAllReduce(mine, total, count, FLOAT, SUM, each, None))
+check(library.ncclGroupEnd())
+answer["in one process"] = [list(total) == [2 * value for value in mine] for total in sums]
+answer["devices"] = []
+for each in both:
+    check(library.ncclCommCuDevice(each, byref(device)))
+    answer["devices"].append(device.value)
+    check(library.ncclCommDestroy(each))
 print(json.dumps(answer))
 """
 
@@ -203,3 +220,4 @@ def test_a_ctypes_client():
             assert answer[name] == value, f"{name} on rank {rank}"
         assert answer["version"] >= 23200
         assert "invalid argument" in answer["error"]
+        assert answer["in one process"] == [True, True] and answer["devices"] == [3, 5]

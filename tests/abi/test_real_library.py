@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 
 import pytest
 
@@ -37,8 +36,8 @@ def test_every_function_of_its_version_is_there(library):
 
 def test_first_versions_are_plausible():
     """What NVIDIA's own documentation and headers say of some."""
-    known = {"ncclSend": 2700, "ncclCommSplit": 21801, "ncclCommInitRankScalable": 22304, "ncclCommShrink": 22703}
-    known |= {"ncclAlltoAll": 22803, "ncclCommRevoke": 22807, "ncclCommGrow": 22902, "ncclParamBind": 23004}
+    known = {"ncclSend": 2700, "ncclCommSplit": 21801, "ncclMemAlloc": 21903, "ncclCommShrink": 22703}
+    known |= {"ncclAlltoAll": 22803, "ncclCommRevoke": 22807}
     assert {name: nccl.FUNCTIONS[name] for name in known} == known
     assert all(2000 <= since <= nccl.VERSION for since in nccl.FUNCTIONS.values())
 
@@ -46,11 +45,6 @@ def test_first_versions_are_plausible():
 def test_unique_ids_differ(library):
     ids = {library.get_unique_id() for _ in range(3)}
     assert len(ids) == 3 and all(len(each) == nccl.UNIQUE_ID_BYTES for each in ids)
-
-
-def test_error_strings(library):
-    assert "invalid argument" in library.error_string(4)
-    assert library.error_string(0) == "no error"
 
 
 INIT = (
@@ -62,7 +56,7 @@ try:
     {call}
 except Exception as error:
     print(json.dumps(dict(kind=type(error).__name__, text=str(error), code=error.code, op=error.op, rank=error.rank,
-                          detail=error.detail, last=library.last_error())))
+                          detail=error.detail)))
 """
 )
 
@@ -73,15 +67,13 @@ except Exception as error:
         "library.comm_init_rank(2, unique_id, 1)",
         "library.comm_init_rank(2, unique_id, 1, config={})",
         "library.comm_init_rank(2, unique_id, 1, config={'blocking': 1, 'netName': 'Socket'})",
-        "library.comm_init_rank_scalable(2, 1, [unique_id, unique_id])",
-        "library.comm_init_all([0])",
         "library.mem_alloc(4096)",
     ],
 )
 def test_no_gpu_is_a_clean_cuda_error(call):
     error = run_alone(INIT.format(call=call))
     assert error["kind"] == "CudaError" and error["code"] == 1
-    assert "Cuda failure" in error["last"] and error["detail"] == error["last"] and error["last"] in error["text"]
+    assert "Cuda failure" in error["detail"] and error["detail"] in error["text"]
     if "_rank" in call:
         assert error["rank"] == 1 and error["op"].startswith("comm_init_rank")
 
@@ -110,22 +102,6 @@ def test_result_codes_become_exceptions(library):
         assert type(caught.value) is kind and caught.value.code == code
     assert nccl.check(0, library) is None
     assert nccl.check(7, library) is None  # in progress: a non-blocking communicator, not an error
-
-
-def test_parameters(library):
-    if not library.has("ncclParamBind"):
-        pytest.skip(f"NCCL {library.version} is too old")
-    keys = library.param_keys()
-    assert keys and all(key.startswith("NCCL_") for key in keys)
-    assert library.param_get_typed("NCCL_DEBUG_SUBSYS", "u64") == int.from_bytes(
-        library.param_get_typed("NCCL_DEBUG_SUBSYS", "raw"), sys.byteorder
-    )
-    assert isinstance(library.param_get("NCCL_DEBUG_FILE"), str)
-    assert library.param_get_typed("NCCL_DEBUG_TIMESTAMP_FORMAT", "str").startswith("[")
-    with pytest.raises(errors.CollectivesError):
-        library.param_get("NCCL_NO_SUCH_PARAMETER")
-    with pytest.raises(errors.InvalidArgument, match="i128"):
-        library.param_get_typed(keys[0], "i128")
 
 
 def test_host_only_functions_say_so(library):
@@ -164,7 +140,7 @@ order = [REAL, HOST] if {real_first} else [HOST, REAL]
 for path in order:
     ctypes.CDLL(path, ctypes.RTLD_GLOBAL)      # the worst case: the first one answers for both wherever it is asked
 host, real = nccl.Library(HOST), nccl.Library(REAL)
-comm = host.comm_init_all([0])[0]
+comm = host.comm_init_rank(1, host.get_unique_id(), 0)
 memory = host.mem_alloc(4096)
 words = (ctypes.c_float * 4).from_address(memory)
 words[:] = [1, 2, 3, 4]
@@ -174,12 +150,11 @@ answer = dict(sum=list(out), is_host=[host.is_host, real.is_host])
 try:
     comm.all_reduce(memory, memory, 4, 99, 0)
 except Exception as error:
-    answer["ours"] = [type(error).__name__, str(error), host.last_error()]
+    answer["ours"] = [type(error).__name__, error.detail]
 try:
     real.comm_init_rank(1, real.get_unique_id(), 0)
 except Exception as error:
-    answer["theirs"] = [type(error).__name__, str(error), real.last_error()]
-answer["ours_after"] = host.last_error()
+    answer["theirs"] = [type(error).__name__, error.detail]
 comm.destroy()
 print(json.dumps(answer))
 """
@@ -190,9 +165,8 @@ print(json.dumps(answer))
 def test_both_in_one_process_keep_to_themselves(real_first):
     answer = run_alone(CROSSTALK.format(real_first=real_first))
     assert answer["sum"] == [1, 2, 3, 4] and answer["is_host"] == [True, False]
-    assert answer["ours"][0] == "InvalidArgument" and "99" in answer["ours"][1] and "99" in answer["ours"][2]
-    assert answer["theirs"][0] == "CudaError" and "Cuda failure" in answer["theirs"][2]
-    assert answer["ours_after"] == answer["ours"][2]
+    assert answer["ours"][0] == "InvalidArgument" and "99" in answer["ours"][1]
+    assert answer["theirs"][0] == "CudaError" and "Cuda failure" in answer["theirs"][1]
 
 
 def test_a_library_that_cannot_be_loaded_says_why(tmp_path):

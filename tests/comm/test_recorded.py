@@ -20,6 +20,7 @@ from collectives.comm.engine import get_engine
 from collectives.comm.multinode import recorded
 from collectives.kernels.execution import library
 from tests.hosts import joined
+from tests.rank_process import open_ranks
 from tests.ranks import Died, run_ranks
 
 COUNT = 1_100_011  # floats: some chunks on two nodes of two ranks
@@ -296,7 +297,7 @@ def test_a_long_time_limit():
 
 def test_waits_inside_of_the_node_are_not_for_messages():
     library_of_all = get_engine("host").library
-    comm, other = library_of_all.comm_init_all([0, 1])
+    comm, other = open_ranks(library_of_all, 2)
     array, arrived = torch.ones(4), torch.zeros(4)
     near, far = socket.socketpair()
     near.setblocking(False)
@@ -325,7 +326,7 @@ def test_waits_inside_of_the_node_are_not_for_messages():
 
 def test_steps_that_cannot_be_run_are_refused():
     engine = get_engine("host")
-    (comm,) = engine.library.comm_init_all([0])
+    (comm,) = open_ranks(engine.library, 1)
     run = library().run_address
     kernel = (STEP_KINDS["kernel"], 7, 2, 0, 1, 0, 0, 0, 1)
     message = (STEP_KINDS["begin_messages"], 0, 0, 0, 0, 0, 0, 0, 2)

@@ -19,8 +19,8 @@ from tests.oracle import DTYPES, DType
 __all__ = ["COLLECTIVES", "REDUCTIONS", "Case", "Prepared", "PreMulOps", "is_refused_by_nccl", "run_cases", "sizes"]
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-ROOTED = ("broadcast", "bcast", "reduce", "gather", "scatter")
-COLLECTIVES = (*REDUCTIONS, "all_gather", "broadcast", "bcast", "all_to_all", "gather", "scatter")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+COLLECTIVES = (*REDUCTIONS, "all_gather", "broadcast", "all_to_all", "gather", "scatter")
 # Pieces of `count` elements that a rank sends and receives; "n" is one for each rank.
 PIECES = {
     "all_reduce": (1, 1),
@@ -28,7 +28,6 @@ PIECES = {
     "reduce": (1, 1),
     "all_gather": (1, "n"),
     "broadcast": (1, 1),
-    "bcast": (1, 1),
     "all_to_all": ("n", "n"),
     "gather": (1, "n"),
     "scatter": ("n", 1),
@@ -133,7 +132,6 @@ class Prepared:
             "reduce": (True, at_root),
             "gather": (True, at_root),
             "broadcast": (at_root, True),
-            "bcast": (at_root, True),
             "scatter": (at_root, True),
             "transfer": (at_root, self.rank == case.peer),
         }.get(case.collective, (True, True))
@@ -148,7 +146,7 @@ class Prepared:
         case, size = self.case, self.dtype.itemsize
         mine = self.sent_by(self.rank)
         self.at_send = self.at_recv = 0  # bytes into the buffers
-        if self.inplace or (case.collective == "bcast"):
+        if self.inplace:
             self.send = self.recv = Guarded(memory, max(self.send_count, self.recv_count) * size, case.offset)
             if self.send_count < self.recv_count:
                 self.at_send = self.rank * case.count * size
@@ -177,8 +175,6 @@ class Prepared:
                 comm.send(send, case.count, code, case.peer, stream)
             if self.receives:
                 comm.recv(recv, case.count, code, case.root, stream)
-        elif name == "bcast":
-            comm.bcast(recv, case.count, code, case.root, stream)
         elif name in REDUCTIONS:
             op = self.premul.code(case.comm, self.dtype) if case.op == "premul" else OP_CODES[case.op]
             root = (case.root,) if name == "reduce" else ()

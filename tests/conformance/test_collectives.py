@@ -43,9 +43,7 @@ def all_cases(ctx, collective: str):
     """
     ops = ALL_OPS if collective in REDUCTIONS else ("sum",)
     n = ctx.size
-    inplace_forms = (
-        (False,) if collective == "bcast" or (collective == "all_to_all" and ctx.engine == "nccl") else (False, True)
-    )
+    inplace_forms = (False,) if collective == "all_to_all" and ctx.engine == "nccl" else (False, True)
     every = 4 if ctx.engine == "nccl" and n > 1 else 1
     for index, (dtype, op, inplace) in enumerate(itertools.product(usable_types(ctx), ops, inplace_forms)):
         for step, count in enumerate(sizes(n, chunk_elements(ctx, dtype))):
@@ -85,7 +83,6 @@ def every_root(ctx):
         for count in (1, 1500)
         for inplace in (False, True)
         for null in (False, True)
-        if not (inplace and collective == "bcast")
     ]
     return run_cases(ctx, cases)
 
@@ -110,7 +107,7 @@ def default_chunk(ctx):
         for collective in COLLECTIVES
         for count in counts
         for inplace in (False, True)
-        if not (inplace and collective in ("bcast", "all_to_all"))
+        if not (inplace and collective == "all_to_all")
     ]
     return run_cases(ctx, cases)
 
@@ -128,7 +125,7 @@ def past_the_caches(ctx):
              inplace=inplace, offset=offset * DTYPES[dtype].itemsize)
         for name in COLLECTIVES
         for pieces in [name in ("all_gather", "gather", "all_to_all")]
-        for dtype, inplace, offset in (("float32", False, 1), ("int8", name not in ("bcast", "all_to_all"), 3))
+        for dtype, inplace, offset in (("float32", False, 1), ("int8", name != "all_to_all", 3))
     ]  # fmt: skip
     return run_cases(ctx, cases)
 
@@ -216,7 +213,6 @@ def odd_addresses(ctx):
         for offset in (1, 3)
         for count in (33, 1201)
         for inplace in (False, True)
-        if not (inplace and collective == "bcast")
     ]
     return run_cases(ctx, cases)
 

@@ -169,8 +169,6 @@ def ended_with_data_in_the_slot(ctx, how):
         ctx.barrier()
         if how == "abort":
             comm.abort()
-        elif how == "revoke":
-            comm.revoke()
         thread.join()
         ctx.barrier()
     else:
@@ -189,7 +187,7 @@ def ended_with_data_in_the_slot(ctx, how):
 
 @pytest.mark.parametrize(
     ("how", "sender"),
-    [("timeout", ("CollectiveTimeout", (1,))), ("abort", ("Aborted", ())), ("revoke", ("Aborted", ()))],
+    [("timeout", ("CollectiveTimeout", (1,))), ("abort", ("Aborted", ()))],
 )
 def test_a_send_that_is_given_up(how, sender):
     (first,), (second,) = run_ranks(ended_with_data_in_the_slot, 2, how)

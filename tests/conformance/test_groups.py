@@ -14,7 +14,7 @@ import pytest
 from tests.buffers import memory_of
 from tests.conformance.cases import COLLECTIVES, REDUCTIONS, Case, PreMulOps, Prepared, run_cases
 from tests.conformance.worlds import WORLDS, check
-from tests.rank_process import HOST_LIBRARY
+from tests.rank_process import HOST_LIBRARY, open_ranks
 from tests.ranks import run_ranks
 
 HOST_WORLDS = [w for w in WORLDS if "host" in w.id]
@@ -57,7 +57,7 @@ def mixed_cases(n, rng, ncomms=1, length=8):
             op=rng.choice(["sum", "prod", "max", "min", "avg", "premul"]) if name in REDUCTIONS else "sum",
             root=rng.randrange(n),
             peer=rng.randrange(n),
-            inplace=rng.random() < 0.5 and name not in ("bcast", "all_to_all"),
+            inplace=rng.random() < 0.5 and name != "all_to_all",
             comm=rng.randrange(ncomms),
             seed=20 + i,
         )
@@ -249,8 +249,8 @@ def test_a_group_over_several_queues(engine, n):
 
 
 def all_in_one_process(ctx, n, seed):
-    """ncclCommInitAll: one thread drives n ranks, which is legal inside of groups only."""
-    comms = ctx.library.comm_init_all([0] * n)
+    """One thread drives n ranks, which is legal inside of groups only."""
+    comms = open_ranks(ctx.library, n)
     assert [(c.rank, c.size) for c in comms] == [(r, n) for r in range(n)]
     memory = memory_of("host")
     found = []

@@ -1,4 +1,4 @@
-"""How communicators begin and end: init forms, split, shrink, finalize, destroy, abort, revoke, threads, many ranks."""
+"""How communicators begin and end: init forms, split, shrink, destroy, abort, threads, many ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.cases import Case, run_cases
 from tests.conformance.worlds import WORLDS, check, environment
-from tests.rank_process import library_path
+from tests.rank_process import library_path, open_ranks
 from tests.ranks import run_ranks
 
 RANKS = [1, 2, 3, 4, 7]
@@ -29,10 +29,6 @@ def init_forms(ctx):
     forms = {
         "rank": lambda: library.comm_init_rank(n, ctx.unique_id(), rank),
         "config": lambda: library.comm_init_rank(n, ctx.unique_id(), rank, config=config),
-        "scalable with one id": lambda: library.comm_init_rank_scalable(n, rank, [ctx.unique_id()]),
-        "scalable with ids": lambda: library.comm_init_rank_scalable(
-            n, rank, [ctx.unique_id() for _ in range(min(n, 3))]
-        ),
     }
     for name, init in forms.items():
         comm = init()
@@ -41,7 +37,6 @@ def init_forms(ctx):
         found += work_on(ctx, comm, name)
         if comm.async_error() != 0:
             found.append(f"{name}: async error {comm.async_error()}")
-        comm.finalize()
         comm.destroy()
         if comm.handle:
             found.append(f"{name}: has a handle after destroy")
@@ -62,9 +57,6 @@ def non_blocking(ctx):
             return ["still in progress after 30 s"]
         time.sleep(0.001)
     found = work_on(ctx, comm, "non-blocking")
-    comm.finalize()
-    while comm.async_error() == 7 and time.monotonic() < end:
-        time.sleep(0.001)
     comm.destroy()
     return found
 
@@ -178,18 +170,6 @@ def threads_as_ranks(ctx, n):
 @pytest.mark.parametrize(("processes", "threads"), [(1, 5), (2, 3)])
 def test_ranks_as_threads(processes, threads):
     check(threads_as_ranks, "host", processes, threads)
-
-
-def init_all_of_one(ctx):
-    (comm,) = ctx.library.comm_init_all([0])
-    found = work_on(ctx, comm, "init all")
-    comm.destroy()
-    return found
-
-
-@pytest.mark.parametrize("engine", ["host", pytest.param("nccl", marks=pytest.mark.gpu)])
-def test_init_all_with_one_device(engine):
-    check(init_all_of_one, engine, 1)
 
 
 def splits(ctx):
@@ -329,7 +309,6 @@ def after_the_end(ctx):
         calls = {
             "all_reduce": lambda c=comm: c.all_reduce(x.ctypes.data, x.ctypes.data, 4, 7, 0),
             "split": lambda c=comm: c.split(0, 0),
-            "finalize": lambda c=comm: c.finalize(),
             "async_error": lambda c=comm: c.async_error(),
             "register": lambda c=comm: c.register(x.ctypes.data, 16),
         }
@@ -387,33 +366,6 @@ def destroyed_right_after_the_last_call(ctx):
 @pytest.mark.parametrize("n", [2, 7])
 def test_destroy_right_after_the_last_call(n):
     check(destroyed_right_after_the_last_call, "host", n)
-
-
-def revoked(ctx):
-    """After revoke no operation runs on the communicator; shrinking it gives one that works."""
-    from collectives.errors import CollectivesError
-
-    comm = ctx.new_comm()
-    work_on(ctx, comm, "before")
-    ctx.barrier()
-    comm.revoke()
-    ctx.barrier()
-    x = np.ones(4, np.float32)
-    with pytest.raises(CollectivesError):
-        comm.all_reduce(x.ctypes.data, x.ctypes.data, 4, 7, 0)
-    ctx.barrier()
-    survivors = comm.shrink([ctx.size - 1]) if ctx.rank != ctx.size - 1 else None
-    found = work_on(ctx, survivors, "after revoke and shrink") if survivors else []
-    ctx.barrier()
-    if survivors:
-        survivors.destroy()
-    comm.abort()
-    return found
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_revoke_then_shrink(n):
-    check(revoked, "host", n)
 
 
 def named_ids(ctx):
@@ -480,7 +432,7 @@ def test_64_ranks():
 def int8_average_of_many(ctx, n):
     """More ranks than the type can count: the divisor of an average must not be squeezed into the type."""
     library = ctx.library
-    comms = library.comm_init_all([0] * n)
+    comms = open_ranks(library, n)
     found = []
     for name, storage, code in (("int8", np.int8, 0), ("uint8", np.uint8, 1)):
         xs = [np.array([1 if r < 100 else 0, 0], storage) for r in range(n)]

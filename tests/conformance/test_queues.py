@@ -26,7 +26,6 @@ def queued_matrix(ctx):
         for dtype in ("int8", "float32", "bfloat16")
         for count in (0, 1, 1023, 5000)
         for inplace in (False, True)
-        if not (inplace and collective == "bcast")
     ]
     found = run_cases(ctx, cases, queue=queue)
     assert queue.get(0) == 0  # nothing pending

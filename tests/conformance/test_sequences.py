@@ -39,7 +39,7 @@ def a_case(draw):
         op=draw(st.sampled_from([*OPS, "premul"])) if name in REDUCTIONS else "sum",
         root=draw(st.integers(0, MAX_RANKS - 1)),
         peer=draw(st.integers(0, MAX_RANKS - 1)),
-        inplace=draw(st.booleans()) and name not in ("bcast", "all_to_all", "transfer"),
+        inplace=draw(st.booleans()) and name not in ("all_to_all", "transfer"),
         offset=8 * draw(st.integers(0, 2)),
         null=draw(st.booleans()),
         comm=draw(st.integers(0, COMMS - 1)),

@@ -8,6 +8,7 @@ import resource
 
 import numpy as np
 
+from tests.rank_process import open_ranks
 from tests.ranks import run_ranks
 from tests.stopping import give_up, outcome_of
 
@@ -85,7 +86,7 @@ def many_ranks(ctx):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * n + 40, before[1]))
     try:
-        comms = ctx.library.comm_init_all(list(range(n)))
+        comms = open_ranks(ctx.library, n)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     for comm in comms:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.cases import Case, run_cases
+from tests.rank_process import open_ranks
 from tests.ranks import Died, run_ranks
 
 F32, SUM = 7, 0
@@ -57,7 +58,6 @@ def split_given_up(ctx, how):
     part = comm.split(0, 0)
     found = run_cases(ctx, [Case("all_reduce", "float32", 100)], part)
     part.destroy()
-    comm.finalize()
     comm.destroy()
     return found if x[0] == ctx.size else [f"{x[0]}"]
 
@@ -71,7 +71,7 @@ def test_split_in_a_group_that_is_given_up(n, how):
 def aborts_in_any_order(ctx, how):
     """Operations of two communicators wait, one behind the other; both can be aborted, the one behind first."""
     library = ctx.library
-    a, b = library.comm_init_all([0, 0]), library.comm_init_all([0, 0])
+    a, b = open_ranks(library, 2), open_ranks(library, 2)
     x, y = np.ones(10, np.float32), np.ones(10, np.float32)
     queue = library.queue_create()
     ended = []
@@ -109,33 +109,12 @@ def test_abort_of_what_waits_behind_something_else(how):
     assert "Aborted" in ended
 
 
-def revoke_during_split(ctx):
-    comms = ctx.library.comm_init_all([0, 0])
-    ended = []
-    thread = threading.Thread(target=lambda: ended.append(error_of(lambda: comms[0].split(0, 0))))
-    thread.start()
-    time.sleep(0.2)
-    spent = timed(comms[0].revoke)
-    thread.join(10)
-    alive = thread.is_alive()
-    for comm in comms:
-        comm.abort()
-    return spent, alive, type(ended[0]).__name__ if ended else None
-
-
-def test_revoke_while_a_split_waits():
-    ((spent, alive, ended),) = run_ranks(revoke_during_split, 1, timeout=30, fresh=True)
-    assert spent < 3
-    assert not alive
-    assert ended == "Aborted"
-
-
 def interrupted_once(ctx, how):
     """One Ctrl-C is enough, however many communicators the call waits for, and also while it waits for its turn."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     library = ctx.library
     library.set_interrupt_check(True)
-    a, b = library.comm_init_all([0, 0]), library.comm_init_all([0, 0])
+    a, b = open_ranks(library, 2), open_ranks(library, 2)
     x, y = np.ones(10, np.float32), np.ones(10, np.float32)
     queue = library.queue_create()
     threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()

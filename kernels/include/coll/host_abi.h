@@ -51,8 +51,7 @@ typedef enum {
   collHostErrorInterrupted = 7,  // the interrupt check said so (Ctrl-C)
   collHostErrorMemory = 8,       // bytes: of the allocation that failed
   collHostErrorSystem = 9,
-  collHostErrorInternal = 10,
-  collHostErrorUnsupported = 11
+  collHostErrorInternal = 10
 } collHostErrorKind_t;
 
 typedef struct {

@@ -152,10 +152,6 @@ ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, nccl
   note(kReduce, s, 1, r, 1, n, t, op, root, c, q);
   CALL(ncclReduce, s, r, n, t, op, root, c, nullptr);
 }
-ncclResult_t ncclBcast(void* b, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t q) {
-  note(kBroadcast, b, 1, b, 1, n, t, 0, root, c, q);
-  CALL(ncclBcast, b, n, t, root, c, nullptr);
-}
 ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t q) {
   note(kBroadcast, s, 1, r, 1, n, t, 0, root, c, q);
   CALL(ncclBroadcast, s, r, n, t, root, c, nullptr);
@@ -235,17 +231,12 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId id, int r
 ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId id, int rank) {
   return made(REAL(ncclCommInitRank)(c, n, id, rank), c);
 }
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* c, int n, int rank, int ids, ncclUniqueId* id, ncclConfig_t* config) {
-  return made(REAL(ncclCommInitRankScalable)(c, n, rank, ids, id, config), c, config);
-}
-ncclResult_t ncclCommInitAll(ncclComm_t* c, int n, const int* list) { CALL(ncclCommInitAll, c, n, list); }
 ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* made_one, ncclConfig_t* config) {
   return made(REAL(ncclCommSplit)(c, color, key, made_one, config), made_one, config, c);
 }
 ncclResult_t ncclCommShrink(ncclComm_t c, int* list, int n, ncclComm_t* made_one, ncclConfig_t* config, int flags) {
   return made(REAL(ncclCommShrink)(c, list, n, made_one, config, flags), made_one, config, c);
 }
-ncclResult_t ncclCommFinalize(ncclComm_t c) { CALL(ncclCommFinalize, c); }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
   if (recorder.ended) recorder.ended(reinterpret_cast<int64_t>(c), 0);
   CALL(ncclCommDestroy, c);
@@ -257,10 +248,6 @@ ncclResult_t ncclCommAbort(ncclComm_t c) {
 ncclResult_t ncclCommRevoke(ncclComm_t c, int flags) { CALL(ncclCommRevoke, c, flags); }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* r) { CALL(ncclCommGetAsyncError, c, r); }
 ncclResult_t ncclCommCount(const ncclComm_t c, int* n) { CALL(ncclCommCount, c, n); }
-ncclResult_t ncclCommCuDevice(const ncclComm_t c, int* device) {
-  *device = device_of(c);
-  return ncclSuccess;
-}
 ncclResult_t ncclCommUserRank(const ncclComm_t c, int* rank) { CALL(ncclCommUserRank, c, rank); }
 ncclResult_t ncclCommRegister(const ncclComm_t c, void* at, size_t n, void** handle) {
   ncclResult_t result = REAL(ncclCommRegister)(c, at, n, handle);
