@@ -16,7 +16,7 @@ from .cases import OPS, REDOPS, TYPES, Case
 __all__ = ["PEERS", "Options", "UsageError", "parse"]
 
 PEERS = ("gloo", "nccl", "collectives", "mpi4py-openmpi", "mpi4py-mpich", "mpi4py-intelmpi", "deepspeed")
-_ALGORITHMS = ("auto", "native", "ring", "direct")
+_ALGORITHMS = ("native", "ring", "direct")
 _ZERO_COPY = {"no": (False,), "yes": (True,), "both": (False, True)}
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _MAX_SIZES = 10_000
@@ -120,8 +120,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="bind each rank to a core of its own or to none (default: core where there are enough)")  # fmt: skip
     add("--sizes", type=_sizes, metavar="SIZE,...", help="these sizes, in place of -b -e -f -i")
     add("--engine", choices=("host", "nccl"), help="default: nccl with a GPU, else host")
-    add("--algorithm", default="auto", type=_names("algorithm", _ALGORITHMS), metavar="NAME",
-        help=f"all, or some of {', '.join(_ALGORITHMS)} (default: auto, the library's own choice)")  # fmt: skip
+    add("--algorithm", default="native", type=_names("algorithm", _ALGORITHMS), metavar="NAME",
+        help=f"all, or some of {', '.join(_ALGORITHMS)} (default: native, the library's)")  # fmt: skip
     add("--zero-copy", nargs="?", const="yes", default="no", choices=tuple(_ZERO_COPY),
         help="arrays from comm.empty(), which need no staging copy; both: with and without")  # fmt: skip
     add("--peers", default=(), type=_peers, metavar="NAME",

@@ -22,7 +22,7 @@ _WITH_ALGORITHM = ("all_reduce", "reduce_scatter", "all_gather")
 class OurImplementation(InProcessImplementation):
     """A communicator, whose methods are called on arrays from torch or from ``comm.empty()``.
 
-    ``algorithm``: "auto" leaves the choice to the library.
+    ``algorithm``: "native" is the library's, which a call without the argument takes.
     """
 
     is_ours = True
@@ -33,7 +33,7 @@ class OurImplementation(InProcessImplementation):
         self.device = comm.device
         nodes = len(comm.machines or ()) or 1
         engine = comm.engine.name + (f" on {nodes} machines" if nodes > 1 else "")
-        self.name = " ".join([engine, *[algorithm] * (algorithm != "auto"), *["zero-copy"] * zero_copy])
+        self.name = " ".join([engine, *[algorithm] * (algorithm != "native"), *["zero-copy"] * zero_copy])
         self.fields = {
             "engine": engine,
             "algorithm": algorithm,
@@ -51,7 +51,7 @@ class OurImplementation(InProcessImplementation):
         name = case.op.name
         if not in_place and name in ("reduce", "broadcast"):
             return f"{name} is in place only"
-        if self.algorithm in ("auto", "native") or name in _WITH_ALGORITHM:
+        if self.algorithm == "native" or name in _WITH_ALGORITHM:
             return None
         return f"{name} has no algorithm but the library's"
 
@@ -65,7 +65,7 @@ class OurImplementation(InProcessImplementation):
         comm, name, root = self.comm, case.op.name, case.root
         send, recv, at_root = buffers.send, buffers.recv, self.rank == case.root
         op = MULSUM if case.redop == "mulsum" else case.redop
-        options = {} if self.algorithm == "auto" or name not in _WITH_ALGORITHM else {"algorithm": self.algorithm}
+        options = {} if self.algorithm == "native" else {"algorithm": self.algorithm}
         out = {} if buffers.in_place else {"out": recv}
         after, before = (self.rank + 1) % comm.size, (self.rank - 1) % comm.size
 

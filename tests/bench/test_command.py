@@ -82,7 +82,7 @@ def test_rows_have_all_fields(whole):
     # broadcast and reduce have no form out of place, all_to_all and sendrecv none in place
     assert len(ours) == 2 * (2 * len(OPS) - 4)
     assert {(row["name"], row["algorithm"]) for row in rows if row["ours"]} == {
-        ("host", "auto"), ("host zero-copy", "auto"),
+        ("host", "native"), ("host zero-copy", "native"),
     }  # fmt: skip
 
 
@@ -227,4 +227,4 @@ def test_on_a_gpu(tmp_path):
     code, out, err = run(BENCH, *words.split(), tmp_path / "rows.jsonl", COLLECTIVES_ENGINE="nccl")
     assert code == 0, out + err
     rows = read_rows(tmp_path / "rows.jsonl")
-    assert not any(row["wrong"] for row in rows) and {row["algorithm"] for row in rows} == {"auto", None}
+    assert not any(row["wrong"] for row in rows) and {row["algorithm"] for row in rows} == {"native", None}
