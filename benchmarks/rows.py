@@ -1,7 +1,6 @@
 """Rows of results: the fields that all of them have, and the file that they are appended to."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -19,10 +18,7 @@ def provenance():
 
     Call it before anything of ours runs: one is the machine's load.
     """
-    return {
-        "load": round(os.getloadavg()[0], 2), **where_and_when(), "torch": torch.__version__,
-        "collectives": collectives.__version__,
-    }  # fmt: skip
+    return where_and_when() | {"torch": torch.__version__, "collectives": collectives.__version__}
 
 
 def append_rows(rows, path):

@@ -8,6 +8,7 @@ chunk, a slot, a rank's part) is detected.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,29 +27,34 @@ class Operation:
     """A collective as nccl-tests measures it.
 
     ``parts``: each rank has one of n parts on the side "in", "out" or "both" (all-to-all); the size
-    is that of the whole. ``busbw``: factor from algbw to busbw for n ranks.
+    is that of the whole. ``busbw``: function from the number of ranks to the factor from algbw to
+    busbw.
     """
 
     name: str
-    busbw: object
+    busbw: Callable[[int], float]
     parts: str = ""
     reduces: bool = False
     rooted: bool = False
     in_place: bool = True
 
 
-def _parts_factor(n):
-    return (n - 1) / n
+def _all_reduce_factor(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks
 
 
-def _whole_factor(n):
+def _parts_factor(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _whole_factor(ranks: int) -> float:
     return 1.0
 
 
 OPS = {
     op.name: op
     for op in (
-        Operation("all_reduce", lambda n: 2 * (n - 1) / n, reduces=True),
+        Operation("all_reduce", _all_reduce_factor, reduces=True),
         Operation("reduce_scatter", _parts_factor, parts="out", reduces=True),
         Operation("all_gather", _parts_factor, parts="in"),
         Operation("broadcast", _whole_factor, rooted=True),
@@ -125,7 +131,7 @@ class Case:
     """One row's operation.
 
     ``count``: what nccl-tests prints, the count argument of the call: a part's where there are
-    parts. ``exact``, ``doublings``: of the dtype, or of the wire's where that holds less.
+    parts.
     """
 
     op: Operation
@@ -134,11 +140,9 @@ class Case:
     root: int
     count: int
     ranks: int
-    exact: int
-    doublings: int
 
     @classmethod
-    def of(cls, op: Operation, kind: DataType, redop: str | None, root: int, nbytes: int, ranks: int, wires=()) -> Case:
+    def of(cls, op: Operation, kind: DataType, redop: str | None, root: int, nbytes: int, ranks: int) -> Case:
         """Return the case with the count that fits a size in bytes: parts are equal and, where that
         leaves any, multiples of 16 bytes.
         """
@@ -147,9 +151,7 @@ class Case:
             count //= ranks
             pack = 16 // kind.dtype.itemsize
             count = count // pack * pack if count >= pack else count
-        exact = min(each.exact for each in (kind, *wires))
-        doublings = min(each.doublings for each in (kind, *wires))
-        return cls(op, kind, redop if op.reduces else None, root if op.rooted else -1, count, ranks, exact, doublings)
+        return cls(op, kind, redop if op.reduces else None, root if op.rooted else -1, count, ranks)
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +159,7 @@ class Case:
         return self.count * self.kind.dtype.itemsize * (self.ranks if self.op.parts else 1)
 
     def layout(self, rank: int) -> Layout:
+        """Return where NCCL has a rank's arrays."""
         whole, part = self.count * self.ranks, self.count
         at_root = rank == self.root
         name = self.op.name
@@ -178,17 +181,17 @@ class Case:
         mixed = ((i + 1) * 2654435761 + (r + 1) * (i + 7) * 40503 + r * 97) >> 7
         if self.redop in ("sum", "mulsum"):
             factor = MULSUM if self.redop == "mulsum" else 1
-            top = self.exact // (n * factor)
+            top = self.kind.exact // (n * factor)
             if top:
                 return mixed % (min(top, _SPREAD) + 1)
-            return ((i + r) % n < 1 + i % (self.exact // factor)).astype(np.int64)  # ones on a few of the ranks
+            return ((i + r) % n < 1 + i % (self.kind.exact // factor)).astype(np.int64)  # ones on a few of the ranks
         if self.redop == "prod":
-            return np.where((i + r) % n < i % (self.doublings + 1), 2, 1)
+            return np.where((i + r) % n < i % (self.kind.doublings + 1), 2, 1)
         if self.redop == "avg":  # each element is the average, or one more, or one less
-            average = 1 + mixed[:1] % max(1, min(self.exact // n - 1, _SPREAD))
+            average = 1 + mixed[:1] % max(1, min(self.kind.exact // n - 1, _SPREAD))
             paired = (r ^ 1) < n
             return average + paired * np.where((r + i) % 2, 1, -1)
-        return mixed % (min(self.exact, _SPREAD) + 1)
+        return mixed % (min(self.kind.exact, _SPREAD) + 1)
 
     def reduced(self, inputs: np.ndarray) -> np.ndarray:
         """Reduce the input patterns over the ranks: (PERIOD,), exact. float64 for "prod", else

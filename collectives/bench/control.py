@@ -1,7 +1,7 @@
 """Control channel between rank processes, over torch's TCPStore, on which waiting ranks sleep.
 
 While one library is measured, ranks that take no part must not use its cores. So the values go
-through a store and not by `comm.agree`, whose collectives may spin while they wait.
+through a store and not by a communicator, whose collectives may spin while they wait.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ __all__ = ["Control"]
 class Control:
     """Exchanges of small JSON values between all ranks.
 
-    ``limit``: seconds that a rank waits for the others.
+    ``store``: torch's, shared by all ranks. ``limit``: seconds that a rank waits for the others.
     """
 
     def __init__(self, comm: Communicator, limit: float):
         self.rank, self.size = comm.rank, comm.size
         self._turn = 0
-        self.store = None
-        if self.size == 1:
-            return
         self._server, name = share_store(comm)
         # A connection of its own: calls that block keep all others of a connection waiting.
         self.store = dist.PrefixStore(name, connect_to_store(self._server.host, self._server.port))
@@ -36,8 +33,6 @@ class Control:
 
     def gather(self, value) -> list:
         """Return all ranks' values, in rank order. Blocks, asleep, until all ranks call it."""
-        if self.size == 1:
-            return [value]
         self._turn += 1
         turn = str(self._turn)
         if self.rank:
@@ -56,8 +51,6 @@ class Control:
 
     def close(self) -> None:
         """Close on all ranks: rank 0, whose process serves the store, ends last."""
-        if self.size == 1:
-            return
         self.gather(None)
         if self.rank:
             self.store.set(f"bye/{self.rank}", "")

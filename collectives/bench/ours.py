@@ -1,50 +1,43 @@
-"""Our communicator as an implementation: algorithm, zero-copy and wire are the ways to use it."""
+"""Our communicator as an implementation; algorithm and memory are the ways to use it."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from .. import __version__
-from .._nccl import OPS as CODES
-from ..arrays import TORCH_CODES
 from ..comm.communicator import Communicator
-from ..kernels import Table, pack, unpack
+from ..errors import InvalidArgument
 from .buffers import Buffers
-from .cases import MULSUM, Case, DataType
-from .implementation import InProcessImplementation
+from .cases import MULSUM, Case
+from .implementation import InProcessImplementation, Unsupported
 
 __all__ = ["OurImplementation"]
+
+_WITH_ALGORITHM = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class OurImplementation(InProcessImplementation):
     """A communicator, whose methods are called on arrays from torch or from ``comm.empty()``.
 
-    For a reduction or broadcast out of place, which has no method, the binding is called
-    (``ncclAllReduce`` with two addresses). ``algorithm``: "auto" leaves the choice to the library.
+    ``algorithm``: "native" is the library's, which a call without the argument takes.
     """
 
-    peer = False
+    is_ours = True
 
-    def __init__(self, comm: Communicator, algorithm: str, zero_copy: bool, wire: DataType | None):
+    def __init__(self, comm: Communicator, algorithm: str, zero_copy: bool):
         super().__init__(comm.rank)
-        self.comm, self.algorithm, self.zero_copy, self.wire = comm, algorithm, zero_copy, wire
+        self.comm, self.algorithm, self.zero_copy = comm, algorithm, zero_copy
         self.device = comm.device
-        self._wire_arrays = None
         nodes = len(comm.machines or ()) or 1
         engine = comm.engine.name + (f" on {nodes} machines" if nodes > 1 else "")
-        words = [engine]
-        words += [] if algorithm == "auto" else [algorithm]
-        words += [wire.short] if wire else []
-        words += ["zero-copy"] if zero_copy else []
-        self.name = " ".join(words)
+        self.name = " ".join([engine, *[algorithm] * (algorithm != "native"), *["zero-copy"] * zero_copy])
         self.fields = {
             "engine": engine,
             "algorithm": algorithm,
             "zero_copy": zero_copy,
-            "wire": wire.name if wire else None,
             "versions": {"collectives": __version__, comm.engine.name: comm.engine.version, "torch": torch.__version__},
         }
 
@@ -55,94 +48,25 @@ class OurImplementation(InProcessImplementation):
         self.comm.barrier()
 
     def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
-        direct = case.op.name in ("all_reduce", "reduce", "broadcast") and not in_place
-        if in_place and not case.op.in_place:
-            return f"{case.op.name} has no form in place"
-        if direct and case.redop == "mulsum":
-            return "the premultiplied sum is measured in place only"
-        if self.algorithm == "auto":
+        name = case.op.name
+        if not in_place and name in ("reduce", "broadcast"):
+            return f"{name} is in place only"
+        if self.algorithm == "native" or name in _WITH_ALGORITHM:
             return None
-        if direct:
-            return f"{case.op.name} with a named algorithm is in place only" if self.algorithm != "native" else None
-        if "algorithm" not in inspect.signature(self._method(case)).parameters:
-            return None if self.algorithm == "native" else f"{case.op.name} has no algorithm but the library's"
-        return None
+        return f"{name} has no algorithm but the library's"
 
-    def prepare(self, case: Case, in_place: bool, arrays: int = 1) -> None:
-        self._wire_arrays = None
-        super().prepare(case, in_place, arrays)
-
-    def release(self) -> None:
-        super().release()
-        self._wire_arrays = None
-
-    def _method(self, case: Case):
-        return getattr(self.comm, "send" if case.op.name == "sendrecv" else case.op.name)
-
-    def make_call(self, case: Case, buffers: Buffers):
-        if self.wire is None:
-            return self._call_on(case, buffers.send, buffers.recv, buffers.in_place)
-        if self.device.type == "cpu" and self.algorithm in ("native", "auto") and case.op.name == "all_reduce":
-            wide = buffers.recv.dtype in (torch.float32, torch.float64)
-            if wide and case.redop != "mulsum":
-                return self._cast_in_engine(case, buffers)
-        return self._cast(case, buffers)
-
-    def _cast_in_engine(self, case: Case, buffers: Buffers):
-        """Return the host engine's call that rounds the data while it copies them into the
-        slots.
-        """
-        send = buffers.recv if buffers.in_place else buffers.send
-        codes = TORCH_CODES[send.dtype], TORCH_CODES[self.wire.dtype], CODES[case.redop]
-        return partial(self.comm._native.all_reduce_cast, send.data_ptr(), buffers.recv.data_ptr(), case.count, *codes)
-
-    def _cast(self, case: Case, buffers: Buffers):
-        """Return a call that casts to arrays of the wire's dtype, makes the call on these, and
-        casts back.
-        """
-        layout, dtype = case.layout(self.rank), self.wire.dtype
-        if self._wire_arrays is None:  # all calls of a case have these, fresh data or not
-            if buffers.in_place:
-                whole = self.allocate(layout.total, dtype)
-                send = whole[layout.send_at : layout.send_at + layout.send]
-                recv = whole[layout.recv_at : layout.recv_at + layout.recv]
-            else:
-                send, recv = self.allocate(layout.send, dtype), self.allocate(layout.recv, dtype)
-            self._wire_arrays = send, recv
-        send, recv = self._wire_arrays
-        call = self._call_on(case, send, recv, buffers.in_place)
-        sends = layout.send and (case.op.name != "broadcast" or self.rank == case.root)
-        receives = layout.recv and (case.op.name != "reduce" or self.rank == case.root)
-        before = partial(pack, Table([buffers.send], dtype), send) if sends else _nothing
-        after = partial(unpack, recv, Table([buffers.recv], dtype)) if receives else _nothing
-
-        def cast_and_call():
-            before()
+    def make_first_call(self, call: Callable[[], object]) -> None:
+        try:
             call()
-            after()
+        except InvalidArgument as error:  # raised on all ranks before anything is sent
+            raise Unsupported(str(error)) from error
 
-        return cast_and_call
-
-    def _call_on(self, case: Case, send, recv, in_place: bool):
+    def make_call(self, case: Case, buffers: Buffers) -> Callable[[], object]:
         comm, name, root = self.comm, case.op.name, case.root
+        send, recv, at_root = buffers.send, buffers.recv, self.rank == case.root
         op = MULSUM if case.redop == "mulsum" else case.redop
-        options = {} if self.algorithm == "auto" else {"algorithm": self.algorithm}
-        if name in ("all_reduce", "reduce", "broadcast"):
-            if not in_place:
-                return self._out_of_place(case, send, recv)
-            if name == "all_reduce":
-                return partial(comm.all_reduce, recv, op, **options)
-            return partial(comm.reduce, recv, root, op) if name == "reduce" else partial(comm.broadcast, recv, root)
-        if name == "reduce_scatter":
-            return partial(comm.reduce_scatter, recv, send, op, **options)
-        if name == "all_gather":
-            return partial(comm.all_gather, recv, send, **options)
-        if name == "all_to_all":
-            return partial(comm.all_to_all, recv, send)
-        if name == "gather":
-            return partial(comm.gather, recv if self.rank == root else None, send, root)
-        if name == "scatter":
-            return partial(comm.scatter, recv, send if self.rank == root else None, root)
+        options = {} if self.algorithm == "native" else {"algorithm": self.algorithm}
+        out = {} if buffers.in_place else {"out": recv}
         after, before = (self.rank + 1) % comm.size, (self.rank - 1) % comm.size
 
         def sendrecv():
@@ -150,17 +74,14 @@ class OurImplementation(InProcessImplementation):
                 comm.send(send, after)
                 comm.recv(recv, before)
 
-        return sendrecv
-
-    def _out_of_place(self, case: Case, send, recv):
-        native, dtype = self.comm._native, TORCH_CODES[send.dtype]
-        stream = 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
-        pair = send.data_ptr(), recv.data_ptr(), case.count, dtype
-        if case.op.name == "broadcast":
-            return partial(native.broadcast, *pair, case.root, stream)
-        rooted = (case.root,) if case.op.name == "reduce" else ()
-        return partial(getattr(native, case.op.name), *pair, CODES[case.redop], *rooted, stream)
-
-
-def _nothing():
-    pass
+        return {
+            "all_reduce": partial(comm.all_reduce, send, op, **out, **options),
+            "reduce_scatter": partial(comm.reduce_scatter, recv, send, op, **options),
+            "all_gather": partial(comm.all_gather, recv, send, **options),
+            "broadcast": partial(comm.broadcast, recv, root),
+            "reduce": partial(comm.reduce, recv, root, op),
+            "all_to_all": partial(comm.all_to_all, recv, send),
+            "gather": partial(comm.gather, recv if at_root else None, send, root),
+            "scatter": partial(comm.scatter, recv, send if at_root else None, root),
+            "sendrecv": sendrecv,
+        }[name]

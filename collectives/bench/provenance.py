@@ -14,12 +14,13 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def where_and_when() -> dict:
-    """Return the fields of every row: machine, cores, commit, python, time."""
+    """Return the fields of every row: machine, cores, the machine's load now, commit, python, time."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     cores = len(os.sched_getaffinity(0))
     return {
         "machine": _machine(),
         "cores": cores,
+        "load": round(os.getloadavg()[0], 2),
         "commit": _commit(),
         "python": platform.python_version(),
         "time": now,

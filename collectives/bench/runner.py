@@ -1,30 +1,31 @@
-"""Session of the bench: measures each case, out of place and in place, with all in turn."""
+"""Session of the bench: measures each case, out of place and in place, with all implementations in turn."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import statistics
+from collections.abc import Callable
+from pathlib import Path
 
 from ..comm.communicator import Communicator
 from ..comm.multinode.topology import read_host_id
-from ..errors import InvalidArgument
 from .cases import Case
 from .control import Control
-from .implementation import Implementation, PeerMissing, Plan
+from .implementation import Implementation, PeerMissing, Plan, Unsupported
 from .options import Options, UsageError
 from .ours import OurImplementation
 from .peers import open_peer
-from .processes import core_of
 from .provenance import where_and_when
-from .rotation import count_arrays, last_level_cache
+from .report import Report
 
-__all__ = ["Session", "calls_per_iteration"]
+__all__ = ["Session"]
 
-_FIRST_CALL = Plan(warmup=1, calls=1, batches=0)
+_FRESH_BYTES = 64 << 20  # of all arrays of a rank, with --fresh
 
 
-def calls_per_iteration(nbytes: int) -> int:
+def count_calls(nbytes: int) -> int:
     """Return the number of calls between two reads of the clock, which costs about as much as the
     smallest calls.
     """
@@ -34,25 +35,26 @@ def calls_per_iteration(nbytes: int) -> int:
 class Session:
     """One run on all ranks. ``report``: the `Report` on rank 0, None on other ranks."""
 
-    def __init__(self, options: Options, comm: Communicator, control: Control, report):
+    def __init__(self, options: Options, comm: Communicator, control: Control, report: Report | None):
         self.options, self.comm, self.control, self.report = options, comm, control, report
         self.failed: list[str] = []  # names of peers that failed
         self.implementations: list[Implementation] = []
-        self.bound = _binds(options, comm)
-        self._free = os.sched_getaffinity(0)
-        self._core = {core_of(comm.local_rank)} if self.bound else self._free
+        self._unsupported: dict[str, str] = {}  # why implementations don't have the case that is measured
+        self._all_cores = os.sched_getaffinity(0)
+        ranks_here = comm.size if read_host_id() else comm.local_size
+        bind = options.bind == "core" or options.bind is None and ranks_here <= len(self._all_cores)
+        self.bound = bind and comm.device.type == "cpu"  # on GPUs the host's part is small
+        self._own_core = {_choose_core(comm.local_rank)}
         self._where = where_and_when()
-        self._cache = control.broadcast_from_rank_0(last_level_cache())  # all ranks have as many arrays
-        if options.fresh is not None and comm.device.type != "cpu":
+        if options.fresh and comm.device.type != "cpu":
             raise UsageError("--fresh is measured on host memory only: --engine host")
 
     def open(self) -> None:
         """Open our implementations and start the peers; report which are missing."""
         options = self.options
         for zero_copy in options.zero_copy:
-            for wire in options.wires:
-                for algorithm in options.algorithms:
-                    self.implementations.append(OurImplementation(self.comm, algorithm, zero_copy, wire))
+            for algorithm in options.algorithm:
+                self.implementations.append(OurImplementation(self.comm, algorithm, zero_copy))
         for name in options.peers:
             try:
                 self.implementations.append(open_peer(name, self.comm, self.control, self.bound))
@@ -61,19 +63,21 @@ class Session:
 
     def run(self) -> None:
         """Measure all cases. Raises our own errors; a peer's failure ends that peer."""
-        cases = self.options.cases(self.comm.size)
         if self.report:
-            self.report.begin(self.implementations, cases, self.bound)
-        measured = 0
-        for case in cases:
-            rows = {}
-            self._report_unsupported(case)
+            self.report.begin([each.name for each in self.implementations], self.bound)
+        measured = False
+        for case in self.options.cases(self.comm.size):
+            rows: dict[str, dict[bool, dict]] = {each.name: {} for each in self.implementations}
+            self._unsupported = {}
             for in_place in (False, True):
                 for implementation, row in self._measure(case, in_place):
-                    rows.setdefault(implementation.name, {})[in_place] = row
-                    measured += not implementation.peer
+                    rows[implementation.name][in_place] = row
+                    measured |= implementation.is_ours
+            for name, reason in self._unsupported.items():
+                if not rows[name]:  # a single form that is missing shows as dashes
+                    self._note(f"{name}: {reason}")
             if self.report:
-                self.report.add(case, rows)
+                self.report.add(case, {name: places for name, places in rows.items() if places})
         if not measured:
             raise UsageError("nothing of ours could be measured: see the lines above")
 
@@ -83,34 +87,28 @@ class Session:
             implementation.close()
 
     def _measure(self, case: Case, in_place: bool) -> list[tuple[Implementation, dict]]:
+        """Measure a case on all implementations that have it; return their rows."""
         options = self.options
-        entered = []
-        calls = options.calls or calls_per_iteration(case.nbytes)
-        fresh = options.fresh is not None
+        calls = options.calls or count_calls(case.nbytes)
+        plan = Plan(options.warmup, calls, options.iters, bool(options.blocking), options.fresh)
         arrays = 1
-        if fresh:
-            arrays = count_arrays(case, in_place, options.warmup + calls * options.iters, self._cache, options.fresh)
+        if options.fresh:
+            arrays = max(1, min(plan.warmup + calls * plan.batches, _FRESH_BYTES // max(1, case.nbytes)))
+        times: dict[Implementation, list[float]] = {}
         for implementation in list(self.implementations):
-            if implementation.unsupported_reason(case, in_place) is not None:
-                continue
-            if self._call_on_all(implementation, implementation.prepare, case, in_place, arrays) is None:
-                continue
-            # The threads that a first call starts inherit the affinity of the calling thread.
-            if self._call_on_all(implementation, implementation.turn, _FIRST_CALL, free=True) is not None:
-                entered.append(implementation)
-        plan = Plan(options.warmup, calls, options.iters, options.blocking, fresh)
-        times: dict[str, list[float]] = {implementation.name: [] for implementation in entered}
+            # Not bound: the threads that a first call starts inherit the affinity of the calling thread.
+            done = self._call_on_all(implementation, implementation.prepare, case, in_place, arrays, bind=False)
+            if done is not None:
+                times[implementation] = []
         for _ in range(options.turns):
-            for implementation in list(entered):
-                ranks = self._call_on_all(implementation, implementation.turn, plan)
-                if self.report and self.report.progress:
-                    self.report.progress.update()
+            for implementation in list(times):
+                ranks = self._call_on_all(implementation, implementation.time_turn, plan)
                 if ranks is None:
-                    entered.remove(implementation)
+                    del times[implementation]
                 else:
-                    times[implementation.name] += [max(each) for each in zip(*ranks, strict=True)]
-        found = []
-        for implementation in list(entered):
+                    times[implementation] += [max(batch) for batch in zip(*ranks, strict=True)]
+        rows = []
+        for implementation in list(times):
             wrong = None if not options.check else 0
             for _ in range(options.check):
                 counts = self._call_on_all(implementation, implementation.check)
@@ -119,73 +117,66 @@ class Session:
                 continue
             with contextlib.suppress(ChildProcessError):  # a peer's job has ended: its next call raises
                 implementation.release()
-            row = {}
-            if self.report:
-                row = self._row(implementation, case, in_place, plan, times[implementation.name], wrong)
-                row |= {"fresh": fresh, "arrays": arrays}
-            found.append((implementation, row))
-        return found
+            row = self._make_row(implementation, case, in_place, plan, times[implementation], wrong)
+            rows.append((implementation, row | {"fresh": options.fresh, "arrays": arrays}))
+        return rows
 
-    def _call_on_all(self, implementation: Implementation, call, *args, free: bool = False) -> list | None:
+    def _call_on_all(
+        self, implementation: Implementation, method: Callable[..., list | None], *arguments, bind: bool = True
+    ) -> list | None:
         """Make a call on all ranks and concatenate their lists.
 
-        Returns None, on all ranks, without a result. Our implementation raises `InvalidArgument` on
-        all ranks, before anything is sent, for an unsupported case, which is skipped. A peer that
-        raises is ended. ``free``: not bound to a core. Any other error of ours is raised: the other
+        Returns None, on all ranks, without a result: of a case that the implementation doesn't
+        have, or of a peer that raises, which is ended. Any other error of ours is raised: the other
         ranks get it through the engine, or are ended.
         """
-        entries, error = [], None
+        result, unsupported, error = [], None, None
         if implementation not in self.implementations:
             return None
         # Only this thread is bound: threads that a library has started stay unbound. The scheduler
         # puts unbound ranks that wake each other on one core where others are busy, and then each
         # call waits for its time slice.
-        os.sched_setaffinity(0, self._core if implementation.binds and not free else self._free)
+        if self.bound and bind and implementation.is_bound:
+            os.sched_setaffinity(0, self._own_core)
         try:
-            entries = call(*args) or []
+            result = method(*arguments) or []
+        except Unsupported as raised:
+            unsupported = str(raised)
         except Exception as raised:
-            if not implementation.peer and not isinstance(raised, InvalidArgument):
+            if implementation.is_ours:
                 raise
             error = f"{type(raised).__name__}: {raised}"
-        os.sched_setaffinity(0, self._free)
-        answers = self.control.gather([entries, error])
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
-        if not errors:
-            return [entry for entries, _ in answers for entry in entries]
-        if not implementation.peer:
-            self._note(f"{implementation.name}: {errors[0].partition(': ')[2]}")
+        os.sched_setaffinity(0, self._all_cores)
+        answers = self.control.gather([result, unsupported, error])
+        errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(answers) if error]
+        if errors:
+            self.implementations.remove(implementation)
+            self.failed.append(implementation.name)
+            self._note(f"{implementation.name}: failed and is left out from here on: {errors[0]}")
+            implementation.close()
             return None
-        self.implementations.remove(implementation)
-        self.failed.append(implementation.name)
-        self._note(f"{implementation.name}: failed and is left out from here on: {errors[0]}")
-        implementation.close()
-        return None
-
-    def _report_unsupported(self, case: Case) -> None:
-        """Report implementations that have neither form of an operation.
-
-        A missing form shows as dashes in the row.
-        """
-        for implementation in self.implementations:
-            reasons = [implementation.unsupported_reason(case, in_place) for in_place in (False, True)]
-            if None not in reasons:
-                self._note(f"{implementation.name}: {reasons[case.op.in_place]}")
+        reason = next((reason for _, reason, _ in answers if reason), None)
+        if reason:
+            self._unsupported[implementation.name] = reason
+            return None
+        return [entry for entries, *_ in answers for entry in entries]
 
     def _note(self, text: str) -> None:
         if self.report:
             self.report.note(text)
 
-    def _row(
+    def _make_row(
         self, implementation: Implementation, case: Case, in_place: bool, plan: Plan, times: list[float], wrong
     ) -> dict:
         times = sorted(times)
         median = statistics.median(times)
         algbw = case.nbytes / median / 1e3
-        fields = {"engine": "", "algorithm": None, "zero_copy": False, "wire": None, "versions": {}}
-        fields |= implementation.fields
+        fields = {"engine": "", "algorithm": None, "zero_copy": False, "versions": {}} | implementation.fields
         versions = fields.pop("versions")
         return {
             "op": case.op.name,
+            "name": implementation.name,
+            "ours": implementation.is_ours,
             **fields,
             "dtype": case.kind.name,
             "redop": case.redop,
@@ -194,33 +185,42 @@ class Session:
             "bytes": case.nbytes,
             "count": case.count,
             "in_place": in_place,
-            "time_us": _digits(median),
-            "mean_us": _digits(statistics.fmean(times)),
-            "min_us": _digits(times[0]),
-            "p50_us": _digits(median),
-            "p95_us": _digits(_quantile(times, 95)),
-            "p99_us": _digits(_quantile(times, 99)),
-            "algbw_gbs": _digits(algbw),
-            "busbw_gbs": _digits(algbw * case.op.busbw(case.ranks)),
+            "time_us": _round(median),
+            "mean_us": _round(statistics.fmean(times)),
+            "min_us": _round(times[0]),
+            "p95_us": _round(_quantile(times, 95)),
+            "p99_us": _round(_quantile(times, 99)),
+            "algbw_gbs": _round(algbw),
+            "busbw_gbs": _round(algbw * case.op.busbw(case.ranks)),
             "wrong": wrong,
-            "caller": implementation.caller,
             "turns": self.options.turns,
             "iters": plan.batches,
             "calls": plan.calls,
             "warmup": plan.warmup,
-            "bound": self.bound and implementation.binds,
+            "bound": self.bound and implementation.is_bound,
             **self._where,
             "versions": versions,
         }
 
 
-def _binds(options: Options, comm: Communicator) -> bool:
-    """Return whether each rank is bound to a core of its own.
-
-    Never on GPUs, where the host's part is small.
+def _choose_core(index: int) -> int:
+    """Return a processor for the ``index``-th rank: a core of its own while there are any, then
+    second hyper-threads.
     """
-    here = comm.size if read_host_id() else comm.local_size
-    return comm.device.type == "cpu" and options.binds(here, len(os.sched_getaffinity(0)))
+    allowed = sorted(os.sched_getaffinity(0))
+    order = sorted(allowed, key=lambda cpu: (_hyper_thread(cpu, allowed), cpu))
+    return order[index % len(order)]
+
+
+def _hyper_thread(cpu: int, allowed: list[int]) -> int:
+    """Return the index of a processor among its core's allowed hyper-threads."""
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:  # no sysfs in this container
+        return 0
+    bounds = [[int(number) for number in re.findall(r"\d+", part)] for part in text.split(",")]
+    siblings = [number for part in bounds for number in range(part[0], part[-1] + 1)]
+    return [number for number in siblings if number in allowed].index(cpu)
 
 
 def _quantile(ordered: list[float], percent: int) -> float:
@@ -228,5 +228,5 @@ def _quantile(ordered: list[float], percent: int) -> float:
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
-def _digits(number: float) -> float:
+def _round(number: float) -> float:
     return float(f"{number:.5g}")

@@ -17,8 +17,8 @@ REDUCE = {
 }
 
 
-def allocate(n, dtype):
-    return torch.empty(n, dtype=dtype)
+def buffers_of(case, rank):
+    return Buffers(case, rank, False, lambda n, dtype: torch.empty(n, dtype=dtype, device="cpu"), case.layout(rank))
 
 
 def result(case, inputs, rank):
@@ -87,24 +87,24 @@ def test_busbw_factors_are_nccl_tests():
 @pytest.mark.parametrize("kind", TYPES.values(), ids=lambda kind: kind.short)
 def test_every_wrong_element_is_counted(kind):
     case = Case.of(OPS["all_reduce"], kind, "sum", 0, 3000 * kind.dtype.itemsize, 2)
-    buffers = Buffers(case, 0, False, allocate)
-    assert buffers.wrong() == 3000  # nothing was received yet
+    buffers = buffers_of(case, 0)
+    assert buffers.count_wrong() == 3000  # nothing was received yet
     fill(buffers.recv, pattern_tensor(case.expected(0)[0].values, kind.dtype))
-    assert buffers.wrong() == 0
+    assert buffers.count_wrong() == 0
     bits = buffers.recv.view(torch.uint8)
     for element in (0, PERIOD - 1, PERIOD, 2999):
         bits[element * kind.dtype.itemsize] ^= 1
-    assert buffers.wrong() == 4
+    assert buffers.count_wrong() == 4
     buffers.reset()
-    assert buffers.wrong() == 3000
+    assert buffers.count_wrong() == 3000
 
 
 def test_a_misplaced_piece_is_wrong():
     case = Case.of(OPS["broadcast"], TYPES["float32"], None, 0, 1 << 20, 2)
-    buffers = Buffers(case, 1, False, allocate)
+    buffers = buffers_of(case, 1)
     fill(buffers.recv, pattern_tensor(case.inputs()[0], torch.float32))
     buffers.recv[: 1 << 16] = buffers.recv[1 << 16 : 1 << 17].clone()
-    assert buffers.wrong() > 60_000
+    assert buffers.count_wrong() > 60_000
 
 
 def test_nccl_s_average_may_be_rounded():

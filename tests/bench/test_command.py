@@ -2,7 +2,6 @@
 that dies.
 """
 
-import csv
 import json
 import os
 import shutil
@@ -14,16 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from collectives.bench.options import PEERS
 from tests import programs
 from tests.launching import clean_environment, torchrun
 
 BENCH = [sys.executable, "-m", "collectives.bench"]
 TORCHRUN = torchrun(2, "--standalone")
 CORRUPT = str(Path(__file__).with_name("corrupt.py"))
-FIELDS = """op engine algorithm dtype ranks bytes count in_place zero_copy time_us p95_us algbw_gbs busbw_gbs wrong
-    redop root wire p50_us p99_us mean_us iters calls warmup turns machine commit versions""".split()
+FIELDS = """op name ours engine algorithm dtype ranks bytes count in_place zero_copy time_us p95_us algbw_gbs busbw_gbs
+    wrong redop root p99_us mean_us iters calls warmup turns fresh arrays machine commit versions""".split()
 OPS = "all_reduce reduce_scatter all_gather broadcast reduce all_to_all gather scatter sendrecv".split()
+PEERS = ("gloo", "nccl", "collectives", "mpi4py-openmpi", "mpi4py-mpich", "mpi4py-intelmpi")
+PARTED = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def run(command, *words, limit=100, **variables):
@@ -46,18 +50,17 @@ def run_forked(command, *words):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """One run with all that can be asked for."""
+    """One run with all that can be asked for, but for DeepSpeed, which takes minutes to compile."""
     folder = tmp_path_factory.mktemp("bench")
-    files = ("--json", folder / "rows.json", "--csv", folder / "rows.csv", "--plot", folder / "plot.png")
-    words = "--ranks 2 --collective all -b 1K -e 2K -f 2 -n 3 -m 2 -w 1 --turns 2 --zero-copy both --peers all"
-    code, out, err = run(BENCH, *words.split(), *files, XDG_CACHE_HOME=folder)
+    words = "--ranks 2 --collective all -b 1K -e 2K -f 2 -n 3 -m 2 -w 1 --turns 2 --zero-copy both --peers"
+    files = ("--json", folder / "rows.jsonl", "--plot", folder / "plot.png")
+    code, out, err = run(BENCH, *words.split(), ",".join(PEERS), *files)
     assert code == 0, out + err
-    return folder, out, err, json.loads((folder / "rows.json").read_text())["rows"]
+    return folder, out, read_rows(folder / "rows.jsonl")
 
 
-@pytest.mark.sampled(one_in=3)
 def test_columns_are_nccl_tests(whole):
-    _, out, _, rows = whole
+    _, out, _ = whole
     headings = [line.lstrip("#").split() for line in out.splitlines() if "#wrong" in line]
     place = ["time", "algbw", "busbw", "#wrong"]
     assert headings == [["size", "count", "type", "redop", "root", *place, *place]] * len(OPS)
@@ -72,24 +75,15 @@ def test_rows_have_all_fields(whole):
     assert [op for op in dict.fromkeys(row["op"] for row in rows)] == OPS
     for row in rows:
         assert set(FIELDS) <= set(row) and row["wrong"] == 0 and row["ranks"] == 2
-        assert 0 < row["min_us"] <= row["p50_us"] == row["time_us"] <= row["p95_us"] <= row["p99_us"]
+        assert 0 < row["min_us"] <= row["time_us"] <= row["p95_us"] <= row["p99_us"]
         assert row["algbw_gbs"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3, rel=1e-3)
         assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * (0.5 if row["op"] in PARTED else 1), rel=1e-3)
-    ours = {(row["op"], row["in_place"], row["zero_copy"]) for row in rows if row["engine"] == "host"}
-    assert len(ours) == 2 * (2 * len(OPS) - 2)  # all_to_all and sendrecv have no form in place
-    assert {(row["algorithm"], row["wire"]) for row in rows if row["engine"] == "host"} == {("auto", None)}
-    assert {row["op"] for row in rows if row["engine"] == "gloo"} == set(OPS)
-    assert {row["op"] for row in rows if row["engine"] == "backend"} == set(OPS)
-
-
-PARTED = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
-
-
-def test_csv_has_the_same_rows(whole):
-    folder, _, _, rows = whole
-    with (folder / "rows.csv").open() as file:
-        read = list(csv.DictReader(file))
-    assert [(row["engine"], float(row["time_us"])) for row in read] == [(row["engine"], row["time_us"]) for row in rows]
+    ours = {(row["op"], row["in_place"], row["zero_copy"]) for row in rows if row["ours"]}
+    # broadcast and reduce have no form out of place, all_to_all and sendrecv none in place
+    assert len(ours) == 2 * (2 * len(OPS) - 4)
+    assert {(row["name"], row["algorithm"]) for row in rows if row["ours"]} == {
+        ("host", "native"), ("host zero-copy", "native"),
+    }  # fmt: skip
 
 
 def test_the_plot_is_a_picture(whole):
@@ -98,75 +92,61 @@ def test_the_plot_is_a_picture(whole):
 
 
 def test_peers_are_measured_or_named(whole):
-    _, out, _, rows = whole
-    measured = {row["engine"] for row in rows}
+    _, out, rows = whole
+    names = {"nccl": "torch nccl", "collectives": "c10d collectives"}
     for peer in PEERS:
-        assert peer in measured or f"# {peer}: " in out
-    for peer, program in (("openmpi", "mpirun.openmpi"), ("mpich", "mpiexec.mpich")):
-        if shutil.which(program) and shutil.which("cc"):
-            found = [row for row in rows if row["engine"] == peer]
-            assert {row["op"] for row in found} == set(OPS) and {row["caller"] for row in found} == {"c"}
-            assert found[0]["versions"][peer]
-    assert "pip install impi-rt" in out or "intelmpi" in measured
-    assert "times of the peers as multiples of that of host" in out
-    assert "# who is first, beside all peers" in out
-    assert {row["caller"] for row in rows if row["engine"].startswith("mpi4py")} <= {"python"}
+        measured = {row["op"] for row in rows if row["engine"] == names.get(peer, peer)}
+        assert measured == set(OPS) or f"# {peer}: " in out
+    assert {"gloo", "c10d collectives"} <= {row["engine"] for row in rows}
+    assert "time of host, and the others' times as multiples of it" in out
 
 
-def test_no_progress_bar_in_a_pipe(whole):
-    _, _, err, _ = whole
-    assert "turn/s" not in err and "%|" not in err
-
-
-@pytest.mark.sampled(one_in=4)
 def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
     words = "--ranks 3 --op all_reduce -d all -o all --sizes 1000 -n 1 -w 0 -m 1 --json"
-    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.json")
+    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
     assert code == 0, out + err
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert len(rows) == 12 * (6 + 5) and not any(row["wrong"] for row in rows)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert len(rows) == 12 * 6 * 2 and not any(row["wrong"] for row in rows)
 
 
-@pytest.mark.sampled(one_in=2)
-def test_wires_and_percentiles(tmp_path):
-    words = "--ranks 2 --op all_reduce,all_gather,broadcast,gather --wire none,bf16,fp8 --sizes 4K -n 2 -m 1 --json"
-    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.json", "--percentiles")
-    assert code == 0, out + err
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert {row["wire"] for row in rows} == {None, "bfloat16", "float8_e4m3fn"} and not any(r["wrong"] for r in rows)
-    assert "p99" in out
+def test_a_peer_without_the_dtype_is_left_out_of_that_case_alone(tmp_path):
+    words = "--ranks 2 --sizes 1K -d uint32,float -n 1 -w 0 -m 1 --turns 1 --peers gloo --json"
+    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
+    assert code == 0 and "# gloo: " in out, out + err
+    assert [row["dtype"] for row in read_rows(tmp_path / "rows.jsonl") if row["engine"] == "gloo"] == ["float32"]
 
 
-@pytest.mark.parametrize(("ranks", "peers"), [(2, "backend"), (3, "gloo,openmpi,mpi4py-openmpi,mpi4py-intelmpi")])
+def test_simulated_hosts(tmp_path):
+    words = "--ranks 4 --hosts 2 --sizes 4K -n 2 --turns 1 --peers gloo,mpi4py-openmpi --json"
+    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
+    assert code == 0 and "# mpi4py-openmpi: Open MPI is measured on one machine only" in out, out + err
+    assert {row["name"] for row in read_rows(tmp_path / "rows.jsonl")} == {"host on 2 machines", "gloo"}
+
+
+@pytest.mark.parametrize(("ranks", "peers"), [(2, "collectives"), (3, "gloo,mpi4py-openmpi")])
 def test_fresh_data_in_every_call(tmp_path, ranks, peers):
-    words = f"--ranks {ranks} --collective all --sizes 1K,100K --fresh 1M -n 3 -m 4 --turns 2 --peers {peers}"
+    words = f"--ranks {ranks} --collective all --sizes 1K,16M --fresh -n 3 -m 2 -w 1 --turns 1 --peers {peers}"
     start = run if "mpi" in peers else run_forked
-    code, out, err = start(BENCH, *words.split(), "--zero-copy", "both", "--json", tmp_path / "rows.json")
-    assert code == 0 and "# fresh: before each call" in out, out + err
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    code, out, err = start(BENCH, *words.split(), "--zero-copy", "both", "--json", tmp_path / "rows.jsonl")
+    assert code == 0 and "# fresh: " in out, out + err
+    rows = read_rows(tmp_path / "rows.jsonl")
     assert not any(row["wrong"] for row in rows) and all(row["fresh"] for row in rows)
-    arrays = {(row["bytes"] > 2000, row["arrays"]) for row in rows if row["op"] == "all_reduce" and row["in_place"]}
-    assert arrays == {(False, 17), (True, 10)}  # as many as calls; what fits into 1 MiB
+    arrays = {(row["bytes"] > 2000, row["arrays"]) for row in rows if row["op"] == "all_reduce"}
+    assert arrays == {(False, 7), (True, 4)}  # as many as calls; what fits into 64 MiB
 
 
-def test_fresh_under_torchrun_corrupted_results_of_every_array_are_counted(tmp_path):
-    words = ("--sizes", "1K", "-n", "2", "-m", "2", "-w", "1", "--fresh", "--json", tmp_path / "rows.json")
-    code, out, err = run_forked([*TORCHRUN, CORRUPT], *words)
-    assert code != 0 and "# Out of bounds values : 18 FAILED" in out, out + err  # 5 arrays and the check's, 3 each
-
-
-def test_under_torchrun_corrupted_results_are_counted(tmp_path):
-    """Rank 1's all-reduce spoils three elements of its result in place, and every one of them is
-    counted.
+@pytest.mark.parametrize(("words", "wrong"), [(("-c", "2"), 6), (("-m", "2", "-w", "1", "--fresh"), 18)])
+def test_under_torchrun_corrupted_results_are_counted(tmp_path, words, wrong):
+    """Rank 1's all-reduce spoils three elements of its result, and every one of them is counted: of two checks; with
+    fresh data of five arrays and the check.
     """
-    words = ("--sizes", "1K", "-n", "2", "-c", "2", "--json", tmp_path / "rows.json")
+    words = ("--sizes", "1K", "-n", "2", *words, "--json", tmp_path / "rows.jsonl")
     code, out, err = run_forked([*TORCHRUN, CORRUPT], *words)
-    assert code != 0 and "# Out of bounds values : 6 FAILED" in out, out + err
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["in_place"], row["wrong"]) for row in rows] == [(False, 0), (True, 6)]
+    assert code != 0 and f"# Out of bounds values : {2 * wrong} FAILED" in out, out + err
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [(row["in_place"], row["wrong"]) for row in rows] == [(False, wrong), (True, wrong)]
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_under_mpirun(program):
     path = shutil.which(program)
@@ -175,7 +155,7 @@ def test_under_mpirun(program):
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     start = [path, *(["--oversubscribe", *root] if program == "mpirun.openmpi" else []), "-n", "2"]
     # The other MPI's job is started from inside of this one's.
-    peer = "mpich" if program == "mpirun.openmpi" else "openmpi"
+    peer = "mpi4py-mpich" if program == "mpirun.openmpi" else "mpi4py-openmpi"
     code, out, err = run([*start, *BENCH], "--sizes", "1K", "-n", "2", "--peers", peer)
     assert code == 0 and "2 ranks" in out and "# Out of bounds values : 0 OK" in out, out + err
     assert f"\n{peer} " in out or f"# {peer}: not installed" in out
@@ -208,7 +188,6 @@ def gone(pid):
     )
 
 
-@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("end", ["a rank is killed", "Ctrl-C", "killed itself"])
 def test_all_end_together(end):
     command = [*BENCH, "--ranks", "2", "--sizes", "1M", "-n", "10000000"]
@@ -235,10 +214,9 @@ def test_all_end_together(end):
     assert not left
 
 
-@pytest.mark.sampled(one_in=2)
 def test_the_time_limit_is_hard():
     code, out, err = run_forked(BENCH, "--ranks", "2", "--sizes", "1K", "-n", "100000000", "-T", "5")
-    assert code == 4 and "not done after --timeout 5 s" in err
+    assert code == 1 and "Timeout (0:00:05)!" in err, out + err
 
 
 @pytest.mark.gpu
@@ -246,7 +224,7 @@ def test_on_a_gpu(tmp_path):
     words = (
         "--ranks 1 --engine nccl --collective all -d float,half -o sum,avg --sizes 1K,1M -n 5 --peers nccl,gloo --json"
     )
-    code, out, err = run(BENCH, *words.split(), tmp_path / "rows.json", COLLECTIVES_ENGINE="nccl")
+    code, out, err = run(BENCH, *words.split(), tmp_path / "rows.jsonl", COLLECTIVES_ENGINE="nccl")
     assert code == 0, out + err
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert not any(row["wrong"] for row in rows) and {row["algorithm"] for row in rows} == {"auto", None}
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert not any(row["wrong"] for row in rows) and {row["algorithm"] for row in rows} == {"native", None}

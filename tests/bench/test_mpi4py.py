@@ -1,6 +1,5 @@
 """mpi4py as a peer: jobs of two real ranks, and what goes wrong with them."""
 
-import dataclasses
 import importlib.util
 import os
 import signal
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 from collectives.bench.cases import OPS, TYPES, Case
-from collectives.bench.implementation import PeerMissing, Plan
-from collectives.bench.peers import mpi4py as peers_mpi4py
-from collectives.bench.peers.mpi4py import Mpi4pyPeer
+from collectives.bench.implementation import PeerMissing, Plan, Unsupported
+from collectives.bench.peers import mpi4py_job
+from collectives.bench.peers.mpi4py_job import Mpi4pyPeer
 from collectives.bench.peers.mpi_installation import FLAVOURS, find_mpi
 
 COMM = types.SimpleNamespace(rank=0, size=2, local_size=2, device=torch.device("cpu"))
@@ -32,10 +31,10 @@ def start():
         if importlib.util.find_spec("mpi4py") is None:
             pytest.skip("mpi4py is not installed")
         try:
-            find_mpi(FLAVOURS[flavour])
+            find_mpi(flavour)
         except PeerMissing as error:
             pytest.skip(str(error))
-        opened.append(Mpi4pyPeer(FLAVOURS[flavour], COMM, False))
+        opened.append(Mpi4pyPeer(f"mpi4py-{flavour}", COMM, False))
         return opened[-1]
 
     yield start
@@ -43,41 +42,40 @@ def start():
         peer.close()
 
 
-@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_every_operation_is_right(start, flavour):
     peer = start(flavour)
-    assert peer.name == f"mpi4py-{flavour}" and peer.caller == "python"
-    assert set(peer.fields["versions"]) == {"mpi4py", flavour}
+    assert peer.name == f"mpi4py-{flavour}" and set(peer.fields["versions"]) == {"mpi4py", flavour}
     for name in OPS:
         # MPICH 4.0.2 crashes in an MPI_Reduce in place at another root than 0, from C, too.
         one = case(name, root=0 if (flavour, name) == ("mpich", "reduce") else 1)
         for in_place in (False, True):
-            if peer.unsupported_reason(one, in_place) is None:
-                for fresh in (False, True):
+            for fresh in (False, True):
+                try:
                     peer.prepare(one, in_place, 3 if fresh else 1)
-                    times = peer.turn(Plan(warmup=1, calls=2, batches=3, fresh=fresh))
-                    assert [len(each) for each in times] == [3, 3] and min(map(min, times)) > 0
-                    assert peer.check() == [0, 0], (name, in_place, fresh)
-                    peer.release()
+                except Unsupported:
+                    assert (name, in_place) in {("broadcast", False), ("all_to_all", True), ("sendrecv", True)}
+                    continue
+                times = peer.time_turn(Plan(warmup=1, calls=2, batches=3, fresh=fresh))
+                assert [len(each) for each in times] == [3, 3] and min(map(min, times)) > 0
+                assert peer.check() == [0, 0], (name, in_place, fresh)
+                peer.release()
 
 
-@pytest.mark.sampled(one_in=3)
 def test_every_dtype_and_reduction_is_right(start):
     peer = start("openmpi")
-    measured = set()
+    measured, reasons = set(), set()
     for kind in TYPES:
         for redop in ("sum", "prod", "max", "min", "avg", "mulsum"):
-            one = case("all_reduce", kind, redop)
-            reason = peer.unsupported_reason(one, True)
-            if reason is None:
-                peer.prepare(one, True)
-                assert peer.check() == [0, 0], (kind, redop)
-                peer.release()
-                measured.add((kind, redop))
-    assert len(measured) == 8 * 4
-    assert peer.unsupported_reason(case("all_reduce", "bfloat16"), True) == "Open MPI has no bfloat16"
-    assert "no reduction 'avg'" in peer.unsupported_reason(case("all_reduce", redop="avg"), True)
+            try:
+                peer.prepare(case("all_reduce", kind, redop), True)
+            except Unsupported as error:
+                reasons.add(str(error))
+                continue
+            assert peer.check() == [0, 0], (kind, redop)
+            peer.release()
+            measured.add((kind, redop))
+    assert len(measured) == 8 * 4 and {"MPI has no bfloat16", "MPI has no reduction 'avg'"} <= reasons
 
 
 def descendants(pid):
@@ -85,7 +83,13 @@ def descendants(pid):
     return [int(child) for child in children] + [each for child in children for each in descendants(child)]
 
 
-@pytest.mark.sampled(one_in=2)
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.parametrize("flavour", ["openmpi", "intelmpi"])
 def test_a_rank_that_is_killed_ends_the_peer(start, flavour):
     peer = start(flavour)
@@ -98,7 +102,7 @@ def test_a_rank_that_is_killed_ends_the_peer(start, flavour):
     os.kill(ranks[-1], signal.SIGKILL)
     with pytest.raises(ChildProcessError, match="MPI's job has ended"):
         for _ in range(2):
-            peer.turn(Plan(warmup=0, calls=1, batches=1))
+            peer.time_turn(Plan(warmup=0, calls=1, batches=1))
     peer.close()
     until = time.monotonic() + 30
     while any(map(alive, ranks)) and time.monotonic() < until:
@@ -106,37 +110,22 @@ def test_a_rank_that_is_killed_ends_the_peer(start, flavour):
     assert not any(map(alive, ranks))
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_rank_that_raises_ends_the_peer(start):
-    """Rank 0 gets a broadcast from a rank that isn't there; rank 1, which waits for it, ends, too."""
-    peer = start("openmpi")
-    message = peer.case_message
-
-    def other(one, in_place, rank, arrays):
-        return message(one if rank else dataclasses.replace(one, root=7), in_place, rank, arrays)
-
-    peer.case_message = other
-    with pytest.raises(ChildProcessError, match="Open MPI's job has ended: rank 0: IndexError"):
-        peer.prepare(case("broadcast", redop=None), True)
+    """A broadcast from a rank that isn't there has no input."""
+    with pytest.raises(ChildProcessError, match="Open MPI's job has ended: .*IndexError"):
+        start("openmpi").prepare(case("broadcast", redop=None, root=7), True)
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(peers_mpi4py.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("collectives.bench.peers.mpi.find_mpi", lambda flavour: ("/bin/true", "libmpi.so.40", {}))
+    monkeypatch.setattr(mpi4py_job.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PeerMissing, match="pip install mpi4py"):
-        Mpi4pyPeer(FLAVOURS["openmpi"], COMM, False)
+        Mpi4pyPeer("mpi4py-openmpi", COMM, False)
 
 
 def test_another_mpi_than_the_launcher_s_is_refused(start, monkeypatch):
     """mpi4py that was built for one MPI doesn't look at MPI4PY_LIBMPI."""
     start("intelmpi").close()
-    launcher, library, environment = find_mpi(FLAVOURS["intelmpi"])
-    monkeypatch.setattr("collectives.bench.peers.mpi.find_mpi", lambda flavour: (launcher, library, environment))
+    installed = find_mpi("intelmpi")
+    monkeypatch.setattr(mpi4py_job, "find_mpi", lambda name: installed)
     with pytest.raises(PeerMissing, match="is not MPICH, it says 'Intel"):
-        Mpi4pyPeer(FLAVOURS["mpich"], COMM, False)
+        Mpi4pyPeer("mpi4py-mpich", COMM, False)

