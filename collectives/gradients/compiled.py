@@ -31,7 +31,6 @@ _REFUSED = {
     "max_norm": (None, "the norm of all gradients is known only after the last one, when the first are in use already"),
     "check_finite": (False, "the count covers all gradients, which never come together here"),
     "optimizer": (None, "its updates are sharded by bucket"),
-    "local_steps": (None, "it averages the model after a whole backward"),
     "wire": ("fp32", "a compressed wire pays only for buckets, and keeps its residuals by their parameters"),
     "predivide": (None, "it is for sums of long buckets in 16 bits; average=True divides in fp32"),
 }

@@ -172,7 +172,7 @@ class DDPReducer:
         if waits_for_all and leaves_out:
             raise InvalidUsage(
                 "with skip_all_reduce_unused_params DDP leaves out buckets, also the last one, after which this "
-                "HookState would act (a wire with loss, max_norm, check_finite, optimizer, local_steps): leave it out"
+                "HookState would act (a wire with loss, max_norm, check_finite, optimizer): leave it out"
             )
         self._keeps, self.is_plain = waits_for_all or not comm._on_host, not (waits_for_all or joins)
         ddp = None
@@ -200,7 +200,7 @@ class DDPReducer:
         if before is not None and before is not owner and together and self.pipeline.stages:
             raise InvalidUsage(
                 "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
-                "(max_norm, check_finite, optimizer, local_steps): give each module a state of its own"
+                "(max_norm, check_finite, optimizer): give each module a state of its own"
             )
         self._join_streams()
         self._complete()
@@ -210,9 +210,7 @@ class DDPReducer:
 
     def _start(self, pending: PendingBucket, last: bool) -> None:
         """Reduce a bucket where its stream runs: on a CUDA stream, on a thread, or here."""
-        comm_stream, local_sgd = pending.comm_stream, self.pipeline.local_sgd
-        if local_sgd is not None and not local_sgd.observe_bucket(self.pipeline.comm, pending.bucket):
-            return  # this rank steps on its own gradients
+        comm_stream = pending.comm_stream
         if self._saved is not None and self._saved.layout is not None:
             return  # until all buckets have come
         if comm_stream.stream is not None:

@@ -16,7 +16,7 @@ from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
 from ..optim import FusedOptimizer
 
-__all__ = ["HookOptions", "parse_local_steps", "parse_streams"]
+__all__ = ["HookOptions", "parse_streams"]
 
 _ALGORITHMS = ("native", "ring", "direct")
 
@@ -41,7 +41,6 @@ class HookOptions:
     max_norm: float | None = None
     norm_type: float = 2
     check_finite: bool = False
-    local_steps: int | tuple[int, int] | None = None
     zero_copy: bool = True
     gather: str | None = None
     parameters_as_bucket_view: bool = False
@@ -55,7 +54,7 @@ class HookOptions:
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"{name} must be True or False, not {getattr(self, name)!r}")
-        wire, _ = parse_wire(self.wire)
+        wire = parse_wire(self.wire)
         if self.gather is not None and (not isinstance(self.gather, str) or self.gather not in WIRE_FORMATS):
             formats = ", ".join(map(repr, WIRE_FORMATS))
             raise InvalidArgument(f"gather must be None or one of {formats}, not {self.gather!r:.60}")
@@ -66,8 +65,6 @@ class HookOptions:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         _check_positive("norm_type", self.norm_type, infinite=True)
-        if self.local_steps is not None:
-            parse_local_steps(self.local_steps)
         _refuse(self._combinations(wire))
 
     def _combinations(self, wire: str) -> list[tuple[bool, str]]:
@@ -83,9 +80,6 @@ class HookOptions:
              f"the bits of {wire} depend on where buckets begin and end: deterministic takes fp32, bf16 and fp16"),
             (self.deterministic and self.stochastic_rounding,
              "random bits are drawn by the place in a bucket: deterministic can't be had with stochastic_rounding"),
-            (self.local_steps is not None and (self.max_norm is not None or self.check_finite),
-             "with local_steps each rank steps on its own gradients, which the hook doesn't look at: clip them with "
-             "torch.nn.utils.clip_grad_norm_"),
         ]  # fmt: skip
 
     def check_optimizer(self, optimizer) -> None:
@@ -98,8 +92,6 @@ class HookOptions:
                 f"{kind_of(optimizer)}{_describe_replacement(optimizer)}"
             )
         _refuse([
-            (self.local_steps is not None,
-             "with local_steps the ranks' parameters differ, and a sharded optimizer needs them equal"),
             (self.deterministic and self.max_norm is not None,
              "a sharded optimizer's norm is of parts, whose places depend on buckets: deterministic takes max_norm "
              "without optimizer"),
@@ -149,13 +141,6 @@ def _refuse(combinations: list[tuple[bool, str]]) -> None:
     for wrong, reason in combinations:
         if wrong:
             raise InvalidArgument(reason)
-
-
-def parse_local_steps(value) -> tuple[int, int]:
-    """Return (every, after) of `local_steps`: k, or (first, k)."""
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return _check_whole("local_steps[1]", value[1], 1), _check_whole("local_steps[0]", value[0], 0)
-    return _check_whole("local_steps", value, 1), 0
 
 
 def parse_streams(value) -> int:

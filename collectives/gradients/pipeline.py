@@ -23,9 +23,8 @@ from ..errors import InvalidArgument
 from ..optimizer_state import clip_coefficient
 from ..parameter_names import ParameterNames
 from .hyperparameters import HyperparameterCheck
-from .local_sgd import LocalSGD
 from .optimizer_in_backward import OptimizerInBackward
-from .options import HookOptions, parse_local_steps
+from .options import HookOptions
 from .saved_layout import SavedBuckets
 from .streams import CommStream, get_comm_streams
 
@@ -92,11 +91,6 @@ def _defer_step(pipeline: GradientPipeline, gradients: ReducedGradients) -> None
     gradients.defer_step(norm=pipeline.norm, max_norm=pipeline.options.max_norm, found=pipeline.nonfinite)
 
 
-def _count_local_step(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
-    """Count a backward of post-local SGD, which averages the models after some."""
-    pipeline.local_sgd.end_backward()
-
-
 class GradientPipeline:
     """Pipeline of the gradients of one `HookState`.
 
@@ -110,8 +104,6 @@ class GradientPipeline:
         self.parameter_names = parameter_names
         self.compressor = options.make_compressor(parameter_names)
         self.buckets = SavedBuckets(parameter_names)  # of earlier backwards, and of a saved run
-        local_steps = options.local_steps
-        self.local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
         self.comm: Communicator | None = None  # of the newest backward
         self.comm_streams: list[CommStream] = []
         self.scaling = Scaling()
@@ -145,7 +137,6 @@ class GradientPipeline:
             (not steps and self.options.max_norm is not None, _clip),
             (steps and scaled, _defer_step),
             (steps and not scaled, _step_optimizer),
-            (self.local_sgd is not None, _count_local_step),
         ]
         self.stages = tuple(stage for wanted, stage in stages if wanted)
 
@@ -196,7 +187,6 @@ class GradientPipeline:
         step = self.optimizer_step
         described["optimizer"] = None if step is None else type(step.optimizer).__name__
         described["loaded from a saved state"] = self.buckets.resumes
-        described["what the wire starts from"] = self.compressor.state_checksum()
         return described
 
     def compare_hyperparameters(self) -> None:

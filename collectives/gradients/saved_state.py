@@ -31,7 +31,6 @@ def pickled_state(state: HookState) -> dict:
         "size": size,
         "wire": state.compressor.state_dict(),
         "optimizer": state.saved_optimizer if step is None else step.state_dict(full=False),
-        "local": _local_state(state),
         "totals": pipeline.totals,
     }
 
@@ -41,8 +40,6 @@ def restore_pickled_state(state: HookState, saved: dict) -> None:
     state.pickled_size = saved["size"]
     state.compressor.load_state_dict(saved["wire"])
     state.saved_optimizer = saved["optimizer"]
-    if state.pipeline.local_sgd is not None:
-        state.pipeline.local_sgd.load_state_dict(saved["local"])
     layouts = saved["layouts"] if "layouts" in saved else saved["layout"] and [saved["layout"]]  # of one module
     state.pipeline.buckets.load(layouts, saved["ranks"])
     state.pipeline.totals.update(saved["totals"])
@@ -64,7 +61,6 @@ def common_state(state: HookState) -> dict:
         "wire": wire,
         "size": comm_streams[0].comm.size if comm_streams else None,
         "optimizer": None if state.optimizer is None else state.optimizer_state_dict(),
-        "local": _local_state(state),
     }
 
 
@@ -78,15 +74,8 @@ def load_common_state(state: HookState, saved: dict) -> None:
         wire["residuals"] = {name: residual * factor for name, residual in wire["residuals"].items()}
     state.compressor.load_state_dict(wire)
     state.pipeline.buckets.schedule_warning()
-    if state.pipeline.local_sgd is not None and saved["local"] is not None:
-        state.pipeline.local_sgd.load_state_dict(saved["local"])
     if saved["optimizer"] is not None:
         if state.optimizer is None:
             state.saved_optimizer = saved["optimizer"]
         else:
             state.load_optimizer_state_dict(saved["optimizer"])
-
-
-def _local_state(state: HookState) -> dict | None:
-    local_sgd = state.pipeline.local_sgd
-    return None if local_sgd is None else local_sgd.state_dict()

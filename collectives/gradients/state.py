@@ -51,7 +51,7 @@ class HookState:
     (`collectives.DistributedDataParallel` names its own).
 
     Wire. `wire`: "fp32" (no compression), "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" (these
-    three with a scale for each `block` values, 128, 256 or 512), or "powersgd:RANK" (Vogels 2019).
+    three with a scale for each `block` values, 128, 256 or 512).
     On every wire sums are taken in fp32, in rank order, and rounded to the wire once.
     `error_feedback`: rounding errors are kept in fp32, by parameter, and added in the next step.
     `stochastic_rounding`: the wire rounds at random, with the unrounded value as the mean.
@@ -75,11 +75,10 @@ class HookState:
     traffic less for each bf16 parameter). ``optimizer.step()`` exchanges ``param.data``, once: the
     parameters stay the same objects with the same values. Where another tensor shares their memory
     they stay there, with a warning; CUDA graphs captured before would read freed memory.
-    ``torch.save`` of one parameter alone saves its bucket. `local_steps`: k, or (first, k), for
-    post-local SGD: after `first` averaged steps each rank goes on with its own gradients and the
-    models are averaged at every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the
-    loss, False where none does, or None for the only one in use when it first matters; several are
-    an error then. It can be set later (``state.grad_scaler = scaler``), and isn't pickled.
+    ``torch.save`` of one parameter alone saves its bucket. `grad_scaler`: the
+    GradScaler that scales the loss, False where none does, or None for the only one in use when it
+    first matters; several are an error then. It can be set later (``state.grad_scaler = scaler``),
+    and isn't pickled.
 
     `zero_copy`: on the host, make large buckets shared memory at their addresses once DDP keeps
     them, so that they are averaged with no staging copy; the state's repr says how many are shared.
@@ -110,7 +109,7 @@ class HookState:
         error_feedback: bool = False, stochastic_rounding: bool = False, average: bool = True,
         predivide: float | None = None, algorithm: str = "native", deterministic: bool = False,
         streams: int | None = None, max_norm: float | None = None, norm_type: float = 2, check_finite: bool = False,
-        optimizer=None, grad_scaler=None, local_steps=None, zero_copy: bool = True,
+        optimizer=None, grad_scaler=None, zero_copy: bool = True,
         gather: str | None = None, parameters_as_bucket_view: bool = False,
     ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
@@ -120,7 +119,7 @@ class HookState:
         self.options = options = HookOptions(
             wire=wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding,
             average=average, predivide=predivide, algorithm=algorithm, deterministic=deterministic, streams=streams,
-            max_norm=max_norm, norm_type=norm_type, check_finite=check_finite, local_steps=local_steps,
+            max_norm=max_norm, norm_type=norm_type, check_finite=check_finite,
             zero_copy=zero_copy, gather=gather,
             parameters_as_bucket_view=parameters_as_bucket_view,
         )  # fmt: skip
