@@ -121,15 +121,12 @@ class FastPath:
         comm_stream = pipeline.comm_streams[bucket.index % len(pipeline.comm_streams)]
         comm, stream = comm_stream.comm, comm_stream.stream
         plan, algorithm = pipeline.compressor.plan(comm, pipeline.scaling, buffer.dtype)
-        if not isinstance(plan.op, str) or bucket.flat is not buffer:  # else a complex one
+        if bucket.flat is not buffer:  # a complex one
             self.close()
             return
         if stream is not None:
             future = torch.futures.Future()  # without a device, so that it costs DDP no events
             future.set_result(buffer)
-        elif not plan.is_plain:
-            self.close()
-            return
         counts = ring_bytes(buffer, comm.size, 2), state.reducer.count_fp32_bytes(bucket)
         known = _KnownBucket(buffer, buffer.data_ptr(), comm, stream, plan, algorithm, *counts, future)
         self._buckets.append(known)
@@ -145,7 +142,7 @@ class FastPath:
         pipeline, reducer = state.pipeline, state.reducer
         if not (reducer.is_plain and reducer.only_ddp_waits):
             return False
-        if not isinstance(pipeline.compressor, NoCompression) or pipeline.buckets.warn_in:
+        if not isinstance(pipeline.compressor, NoCompression):
             return False
         (ddp,), count, path = find_hooked_ddps(param), find_step_count(param), weakref.ref(self)
 
@@ -206,7 +203,7 @@ class FastPath:
             return False
         if pipeline.comm is not comm or pipeline.comm_streams[0].stopped:
             return False
-        if pipeline.stages or pipeline.buckets.warn_in or not self._has_same_ranks(state):
+        if pipeline.stages or not self._has_same_ranks(state):
             return False
         self._unjoined = self._streams
         pipeline.bytes_on_wire = 0

@@ -29,7 +29,6 @@ EXACT = {
     "ring": {"algorithm": "ring"},
     "deterministic": {"deterministic": True},
     "sum": {"average": False},
-    "predivide": {"wire": "fp16", "predivide": 2.0},
     "streams": {"streams": 2},
     "check_finite": {"check_finite": True},
     **{wire: {"wire": wire} for wire in WIRES},

@@ -73,7 +73,7 @@ def train(model, optimizer, rank, steps=3):
 OPTIONS = [
     {},
     {"average": False, "algorithm": "direct"},
-    {"predivide": 2.0, "check_finite": True},
+    {"check_finite": True},
     {"max_norm": 0.1, "norm_type": 3},
     {"wire": "bf16"},
     {"max_norm": 0.1},
