@@ -12,7 +12,6 @@ import socket
 from collections.abc import Hashable, Iterable
 
 from ...environment import read_label
-from ...errors import InvalidUsage
 
 __all__ = [
     "MAX_LEADERS",
@@ -24,7 +23,6 @@ __all__ = [
     "identify_node",
     "is_loopback",
     "read_host_id",
-    "verify_even",
 ]
 
 MAX_LEADERS = 32  # leaders of a node: more streams than that fill no network
@@ -152,14 +150,3 @@ class Topology:
         """
         numel = self.shard_numel(count)
         return leader * numel, count - leader * numel if leader == self.num_leaders - 1 else numel
-
-
-def verify_even(topology: Topology) -> None:
-    """Raise `InvalidUsage` unless each node has the same number of ranks."""
-    sizes = [len(ranks) for ranks in topology.nodes]
-    if len(set(sizes)) > 1:
-        raise InvalidUsage(
-            f"hierarchical=True needs as many ranks on each machine, and there are {', '.join(map(str, sizes))}: leave "
-            "it out, or start the job evenly",
-            op="init", rank=topology.rank,
-        )  # fmt: skip
