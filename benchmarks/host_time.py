@@ -39,7 +39,6 @@ COUNTED = (
     ("hook, bf16", "bucket", "ddp, empty hook", "ddp, allreduce_hook", "backward"),
     ("hook, max_norm", "bucket", "ddp, empty hook", "ddp, allreduce_hook", "backward"),
     ("hook, int8 with error feedback", "bucket", "ddp, empty hook", "ddp, allreduce_hook", "backward"),
-    ("hook, powersgd", "bucket", "ddp, empty hook", "ddp, allreduce_hook", "backward"),
     ("hook, optimizer", "bucket", "ddp, empty hook", "ddp, allreduce_hook", "backward"),
     ("buckets, overlap", "bucket", "alone", "ddp, allreduce_hook", "backward"),
     ("fsdp2", "gather", "alone", None, "forward"),

@@ -39,7 +39,7 @@ MOST_BYTES = {"bf16": 0.502, "fp16": 0.502, "fp8_e4m3": 0.27, "fp8_e5m2": 0.27, 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     option, count = parser.add_argument, jobs.at_least_1
-    option("--wire", default="fp32", help="fp32, bf16, fp16, fp8_e4m3, fp8_e5m2, int8 or powersgd:RANK")
+    option("--wire", default="fp32", help="fp32, bf16, fp16, fp8_e4m3, fp8_e5m2 or int8")
     option("--compare", type=lambda text: text.split(","), help="wires, with commas between, to compare with fp32")
     option("--sharded", action="store_true", help="shard each block and the rest, in place of DDP")
     option("--error-feedback", action=argparse.BooleanOptionalAction, default=True, help="of the wires but fp32")

@@ -10,12 +10,14 @@ import sys
 
 from .recorder import Recorder
 
+WARM = 6  # steps before the counted one
+
 
 def counted(recorder: Recorder, way, ranks: int):
     """Return the counts of a way's step, and the bytes of its gradients."""
     recorder.all_reduce_ranks = way.all_reduce_ranks(ranks)
     step = way.make()
-    for _ in range(way.warm):
+    for _ in range(WARM):
         step.region()
         step.rest()
     found = recorder.record(step.region)

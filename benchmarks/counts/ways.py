@@ -20,7 +20,6 @@ from collectives.sharded import MixedPrecisionPolicy, fully_shard
 
 PARTS = 4  # buckets, units
 WIDTH = 64
-WARM = 6
 BUCKET_MB = 0.03  # a block's gradients fill a bucket
 LR = 1e-3
 
@@ -54,7 +53,6 @@ class Way:
     base: str = "alone"
     all_reduce_ranks: Callable[[int], int] = lambda ranks: ranks
     least_ranks: int = 2
-    warm: int = WARM
 
 
 def make_model(dtype=torch.float32):
@@ -63,15 +61,14 @@ def make_model(dtype=torch.float32):
     return made.build(device).to(dtype), made.batch(device, 0)
 
 
-def alone(dtype=torch.float32, stepped=False) -> Step:
+def alone(dtype=torch.float32) -> Step:
     model, batch = make_model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    ends = {"counted": optimizer.step} if stepped else {"rest": optimizer.step}
-    return Step(model, batch.to(dtype), list(model.parameters()), **ends)
+    return Step(model, batch.to(dtype), list(model.parameters()), rest=optimizer.step)
 
 
 # ---- DDP.
-def ddp(state=None, hook=None, *, adamw=False, group=None, optimizer=False, stepped=False, bf16=False) -> Step:
+def ddp(state=None, hook=None, *, adamw=False, group=None, optimizer=False, bf16=False) -> Step:
     model, batch = make_model(torch.bfloat16 if bf16 else torch.float32)
     params = list(model.parameters())
     batch = batch.to(params[0].dtype)
@@ -90,12 +87,11 @@ def ddp(state=None, hook=None, *, adamw=False, group=None, optimizer=False, step
         return Step(module, batch, params, counted=options["optimizer"].step)
     if adamw:
         return Step(module, batch, params, counted=torch.optim.AdamW(params, LR, fused=True).step)
-    step = torch.optim.SGD(params, LR).step
-    return Step(module, batch, params, counted=step) if stepped else Step(module, batch, params, rest=step)
+    return Step(module, batch, params, rest=torch.optim.SGD(params, LR).step)
 
 
-def hooked(*, optimizer=False, stepped=False, bf16=False, **state):
-    return lambda: ddp(state, optimizer=optimizer, stepped=stepped, bf16=bf16)
+def hooked(*, optimizer=False, bf16=False, **state):
+    return lambda: ddp(state, optimizer=optimizer, bf16=bf16)
 
 
 class EchoWork(dist._Work):
@@ -226,15 +222,12 @@ def halved(ranks: int) -> int:
 WAYS = (
     Way("alone", alone),
     Way("alone, bf16", lambda: alone(torch.bfloat16)),
-    Way("alone, SGD", lambda: alone(stepped=True)),
     Way("DDP, torch's", torch_ddp(), ours=False),
     Way("DDP, torch's bf16 hook", torch_ddp(bf16_hook), ours=False),
     Way("DDP, hook", hooked()),
     Way("DDP, hook, bf16", hooked(wire="bf16")),
     Way("DDP, hook, max_norm", hooked(max_norm=1.0)),
     Way("DDP, hook, int8 with error feedback", hooked(wire="int8", error_feedback=True)),
-    Way("DDP, hook, powersgd:4", hooked(wire="powersgd:4", error_feedback=True)),
-    Way("DDP, hook, local SGD, the averaging step", hooked(local_steps=4, stepped=True), base="alone, SGD", warm=7),
     Way("GradientBuckets", buckets),
     Way("Horovod's DistributedOptimizer", horovod),
     Way("FSDP2, torch's", fsdp2(), ours=False),

@@ -13,8 +13,7 @@ array: ours as HookState counts it, torch's from the arrays that its hook gives 
 
 `times`: the peer's time by ours; peers: Gloo's fp32 hook, torch's bf16 hook for all 16-bit and
 8-bit wires (it has no 8-bit one that could be compared: `quantization_pertensor_hook` gathers from
-all ranks and keeps no sum in 8 bits), torch's PowerSGD hook of the same rank. One row a way goes to
-benchmarks/results/ddp_bucket.jsonl.
+all ranks and keeps no sum in 8 bits). One row a way goes to benchmarks/results/ddp_bucket.jsonl.
 """
 
 import contextlib
@@ -27,15 +26,15 @@ import torch
 import torch.distributed as dist
 from expected import Expected, check
 from launch import make_parser, run, slowest
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from ways import TORCH_POWERSGD_STARTS, powersgd_state, to_bf16
+from ways import to_bf16
 
 import collectives
 
 WIRES = ("bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8")
 FEEDBACK = {"ef": True, "": False}
-PEERS = {"fp32": "gloo", "fp32_staged": "gloo", "powersgd1": "gloo_powersgd1", "powersgd4": "gloo_powersgd4"}
+PEERS = {"fp32": "gloo", "fp32_staged": "gloo"}
 
 
 def _ours():
@@ -43,8 +42,6 @@ def _ours():
     for wire in WIRES:
         states[wire] = {"wire": wire}
         states[f"{wire}_ef"] = {"wire": wire, "error_feedback": True}
-    for rank in (1, 4):
-        states[f"powersgd{rank}"] = {"wire": f"powersgd:{rank}", "error_feedback": True}
     return states
 
 
@@ -52,8 +49,6 @@ OURS = _ours()
 GLOO = {
     "gloo": (lambda: None, default_hooks.allreduce_hook),
     "gloo_bf16": (lambda: None, to_bf16),
-    "gloo_powersgd1": (lambda: powersgd_state(1), powerSGD_hook.powerSGD_hook),
-    "gloo_powersgd4": (lambda: powersgd_state(4), powerSGD_hook.powerSGD_hook),
 }
 ALL = (*GLOO, "fp32_staged", *OURS)
 PEERS.update({name: "gloo_bf16" for name in OURS if name.startswith(WIRES)})
@@ -163,10 +158,6 @@ class Turns:
                 way.times.append(way.call(bucket))
 
     def _check(self, way, bucket, flat, shapes, expected):
-        if way.name.startswith("gloo_powersgd"):
-            for _ in range(TORCH_POWERSGD_STARTS):
-                flat.copy_(self.gradient)
-                way.call(bucket)
         flat.copy_(self.gradient)
         way.counted(bucket)
         check(way.name, _kind(way.name), _split(flat, shapes), expected)

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-POWERSGD_RANK = 4
 # The most that one rounding loses, relatively, and of what is smallest by the largest or
 # absolutely.
 ROUNDING = {
@@ -51,8 +50,7 @@ def check(name, kind, found, expected, max_norm=None):
     """Compare a list of gradients with what is expected of a kind of sync; raise `Wrong` where they
     aren't that.
 
-    ``kind``: "own" (not synced), "mean" (bit for bit), "close", "clipped", a wire's name,
-    "powersgd" and its rank.
+    ``kind``: "own" (not synced), "mean" (bit for bit), "close", "clipped", or a wire's name.
     """
     wanted = {"own": expected.own, "clipped": expected.clipped(max_norm) if max_norm else None}.get(kind, expected.mean)
     for index, (gradient, right) in enumerate(zip(found, wanted, strict=True)):
@@ -68,29 +66,14 @@ def check(name, kind, found, expected, max_norm=None):
             relative, by_largest, absolute = ROUNDING[kind]
             bound = 4 * (relative * expected.size[index] + by_largest * expected.largest + absolute)
             good = bool(((gradient - right).abs() <= bound).all())
-        elif kind == "int8":  # half a step of each rank's part and of the sum; and once more, from the step before
+        else:  # int8: half a step of each rank's part and of the sum; and once more, from the step before
             lost = (gradient - right).abs()
             good = lost.max().item() <= 2.2 * expected.largest / 127
             good = good and (right.dim() < 2 or lost.norm().item() <= 0.05 * right.norm().item())
-        else:
-            good = _is_projection(gradient, right, int(kind.removeprefix("powersgd")))
         if not good:
             raise Wrong(f"{name}: gradient {index} isn't what is expected of {kind!r}")
     if kind != "own":
         same_everywhere(name, found)
-
-
-def _is_projection(found, mean, rank):
-    """Return whether a first PowerSGD step, which has no residual yet, has projected the mean on
-    few directions.
-    """
-    if mean.dim() < 2 or (mean.shape[0] + mean.numel() // mean.shape[0]) * rank * 2 >= mean.numel():
-        return torch.allclose(found, mean, rtol=1e-5, atol=1e-9)
-    found, mean = found.flatten(1).double(), mean.flatten(1).double()
-    probe = torch.randn(found.shape[1], rank + 2, generator=torch.Generator().manual_seed(1)).double()
-    sizes = torch.linalg.svdvals(found @ probe)
-    upright = (found * (mean - found)).sum().abs().item() <= 1e-4 * mean.square().sum().item()
-    return upright and sizes[rank].item() <= 1e-5 * sizes[0].item() and sizes[0].item() > 0
 
 
 def same_everywhere(name, tensors):

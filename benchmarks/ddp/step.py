@@ -9,20 +9,19 @@ are set to None before, untimed). Blocks of steps are made in turn, in one run. 
 block aren't counted; a time is the median over all blocks, of the slower rank. The ways: the plain
 module; DDP under `no_sync()`; a hook that does nothing, which shows what DDP takes itself, to copy
 gradients into buckets and back (`nothing_view`: with `gradient_as_bucket_view`, which leaves the
-copies out); torch's DDP with Gloo, with its bf16 and PowerSGD hooks, and followed by
+copies out); torch's DDP with Gloo, with its bf16 hook, and followed by
 `clip_grad_norm_` and by AdamW(fused=True); torch's DDP with our hook (`hook`, `hook_view`), and
 with no hook on a process group of our backend (`backend`, `backend_view`); and
 `collectives.DistributedDataParallel` with it (`ours`, and what follows that name: the wire, ef for
 error feedback, clip for max_norm, adamw for optimizer=).
 
 `added`: what a way adds to the step without sync, by what its peer adds: (way - no_sync) / (peer -
-no_sync). The peer is Gloo, for the wires torch's bf16 hook (int8 too: torch has no such on the CPU)
-or its PowerSGD hook, and for clipping and AdamW the same after Gloo's sync; `added_to_gloo`: for
-the wires the same by plain Gloo. `times`: the peer's step by the way's. Before anything is timed
+no_sync). The peer is Gloo, for the wires torch's bf16 hook (int8 too: torch has no such on the
+CPU), and for clipping and AdamW the same after Gloo's sync; `added_to_gloo`: for the wires the same
+by plain Gloo. `times`: the peer's step by the way's. Before anything is timed
 the results are checked: without wires ours must be the rank-ordered mean of the ranks' gradients
-bit for bit, a compressed one within its wire's error, PowerSGD's an orthogonal projection of few
-directions, the parameters after AdamW those of torch's on the mean; and the same on all ranks. One
-row a model goes to benchmarks/results/ddp_step.jsonl.
+bit for bit, a compressed one within its wire's error, the parameters after AdamW those of torch's
+on the mean; and the same on all ranks. One row a model goes to benchmarks/results/ddp_step.jsonl.
 """
 
 import argparse
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 from expected import Expected, Wrong, check, same_everywhere
 from launch import make_parser, run, slowest
-from ways import GROUPS, KINDS, LR, PEERS, POWERSGD, TORCH_POWERSGD_STARTS, Way
+from ways import GROUPS, KINDS, LR, PEERS, Way
 
 MODELS = {  # name: Linears, width, batch
     "8xLinear1024": (8, 1024, 32),
@@ -87,8 +86,7 @@ def verify(ways, name, batch, max_norm):
         kind: Reference(copy.deepcopy(plain), "clipped" in kind, max_norm) for kind in kinds if kind.endswith("adamw")
     }
     expected = None
-    steps = TORCH_POWERSGD_STARTS + 1 if POWERSGD in kinds else 2
-    for number in range(steps):  # DDP makes its buckets anew after the first one
+    for number in range(2):  # DDP makes its buckets anew after the first one
         expected = Expected(own_gradients(plain, batch + number), expected)
         for reference in references.values():
             reference.step(batch + number)
@@ -96,11 +94,6 @@ def verify(ways, name, batch, max_norm):
             way.step(batch + number)
             if way.optimizer is not None:
                 _check_parameters(way, references[way.kind].model)
-            elif way.kind == POWERSGD:
-                starts = TORCH_POWERSGD_STARTS if way.name.startswith("gloo") else 0
-                if number <= starts:
-                    kind = "close" if number < starts else POWERSGD
-                    check(way.name, kind, way.gradients(), expected)
             else:
                 check(way.name, way.kind, way.gradients(), expected, max_norm)
             way.drop_gradients()

@@ -6,24 +6,18 @@ import time
 
 import torch
 import torch.distributed as dist
-from expected import POWERSGD_RANK
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 from collectives import optim
 
 LR = 1e-3
-POWERSGD = f"powersgd{POWERSGD_RANK}"
-TORCH_POWERSGD_STARTS = 2  # torch's PowerSGD averages as Gloo does before this step; it takes no less
 
 GROUPS = {
     "sync": ("plain", "no_sync", "nothing", "nothing_view", "gloo", "gloo_view", "hook", "hook_view", "ours"),
     "backend": ("no_sync", "gloo", "gloo_view", "backend", "backend_view"),
-    "compressed": (
-        "no_sync", "gloo", "gloo_bf16", "gloo_powersgd", "ours", "ours_bf16", "ours_bf16_ef", "ours_int8_ef",
-        "ours_powersgd",
-    ),
+    "compressed": ("no_sync", "gloo", "gloo_bf16", "ours", "ours_bf16", "ours_bf16_ef", "ours_int8_ef"),
     "stepped": (
         "no_sync", "gloo", "gloo_clip", "gloo_adamw", "gloo_clip_adamw", "ours_clip", "ours_adamw", "ours_clip_adamw",
     ),
@@ -31,21 +25,19 @@ GROUPS = {
 # Whose time ours is compared with; all others with "gloo".
 PEERS = {
     "ours_bf16": "gloo_bf16", "ours_bf16_ef": "gloo_bf16", "ours_int8_ef": "gloo_bf16",
-    "ours_powersgd": "gloo_powersgd", "ours_clip": "gloo_clip", "ours_adamw": "gloo_adamw",
-    "ours_clip_adamw": "gloo_clip_adamw",
+    "ours_clip": "gloo_clip", "ours_adamw": "gloo_adamw", "ours_clip_adamw": "gloo_clip_adamw",
 }  # fmt: skip
 KINDS = {
     "plain": "own", "no_sync": "own", "nothing": "own", "nothing_view": "own", "gloo": "close", "gloo_view": "close",
     "backend": "close", "backend_view": "close", "hook": "mean", "hook_view": "mean",
     "ours": "mean", "gloo_bf16": "bf16", "ours_bf16": "bf16", "ours_bf16_ef": "bf16",
-    "ours_int8_ef": "int8", "gloo_powersgd": POWERSGD, "ours_powersgd": POWERSGD, "gloo_clip": "clipped",
+    "ours_int8_ef": "int8", "gloo_clip": "clipped",
     "ours_clip": "clipped", "gloo_adamw": "adamw", "ours_adamw": "adamw", "gloo_clip_adamw": "clipped adamw",
     "ours_clip_adamw": "clipped adamw",
 }  # fmt: skip
 STATES = {
     "ours": {}, "ours_bf16": {"wire": "bf16"}, "ours_bf16_ef": {"wire": "bf16", "error_feedback": True},
     "ours_int8_ef": {"wire": "int8", "error_feedback": True},
-    "ours_powersgd": {"wire": f"powersgd:{POWERSGD_RANK}", "error_feedback": True},
 }  # fmt: skip
 
 
@@ -59,23 +51,6 @@ def nothing(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor
 def to_bf16(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's bf16_compress_hook, which DDP refuses on the CPU by its name."""
     return default_hooks.bf16_compress_hook(state, bucket)
-
-
-def powersgd(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's powerSGD_hook, one bucket after the other.
-
-    It starts further all-reduces from the threads that end the first ones; with two buckets on the
-    way these come in another order on another rank, and Gloo aborts the process
-    ("op.preamble.length <= op.nbytes").
-    """
-    future = powerSGD_hook.powerSGD_hook(state, bucket)
-    future.wait()
-    return future
-
-
-def powersgd_state(rank=POWERSGD_RANK):
-    """Return the state of torch's powerSGD_hook."""
-    return powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=TORCH_POWERSGD_STARTS)
 
 
 @functools.cache
@@ -114,8 +89,6 @@ class Way:
             self.module.register_comm_hook(self.state, collectives.fused_allreduce)
         elif name == "gloo_bf16":
             self.module.register_comm_hook(None, to_bf16)
-        elif name == "gloo_powersgd":
-            self.module.register_comm_hook(powersgd_state(), powersgd)
         self.clips = clips
         if steps:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)

@@ -191,7 +191,6 @@ WAYS = {
     "hook, check_finite": hooked(check_finite=True),
     "hook, bf16": hooked(wire="bf16"),
     "hook, int8 with error feedback": hooked(wire="int8", error_feedback=True),
-    "hook, powersgd": hooked(wire="powersgd:4", error_feedback=True),
     "hook, optimizer": hooked(steps=True),
     "hook, optimizer, max_norm": hooked(steps=True, max_norm=MAX_NORM),
     "ours": hooked(ours=True),
@@ -216,7 +215,7 @@ WAYS = {
 # compute.
 EXACT = [
     name for name in WAYS
-    if not any(word in name for word in ("alone", "empty", "bf16", "int8", "powersgd"))
+    if not any(word in name for word in ("alone", "empty", "bf16", "int8"))
 ]  # fmt: skip
 
 

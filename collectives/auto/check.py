@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..compression.base import parse_wire
@@ -34,26 +32,20 @@ def count_different(ours: torch.Tensor, reference: torch.Tensor, bound: torch.Te
 
     It waits for the GPU. `bound`: the mean of all ranks' `error_bound`. Elements whose bound isn't
     finite (an overflow in the gradients, which a GradScaler may look for) must not be finite in
-    `ours` unless a block's scale could have made them so. PowerSGD has no elementwise bound: the
-    norm of its error must not exceed the norm of the gradient.
+    `ours` unless a block's scale could have made them so.
     """
-    format, _ = parse_wire(settings.get("wire", "fp32"))
     ours, reference = ours.to(bound.dtype), reference.to(bound.dtype)
-    if format == "powersgd":
-        error, norm = (ours - reference).norm().item(), reference.norm().item()
-        within = error <= 1.01 * norm + torch.finfo(torch.float32).tiny or not math.isfinite(norm)
-        return 0 if within else ours.numel()
     bound = bound + _wire_error(reference.abs() + bound, settings)
     wrong = (ours - reference).abs() > bound
     wrong |= bound.isfinite() & ~(ours.isfinite() & reference.isfinite())
-    if format == "fp32":
+    if settings.get("wire", "fp32") == "fp32":
         wrong |= ours.isfinite() & ~reference.isfinite()
     return int(wrong.sum())
 
 
 def _wire_error(magnitude: torch.Tensor, settings: dict):
     """Return the largest error of quantizing values of these magnitudes."""
-    format, _ = parse_wire(settings.get("wire", "fp32"))
+    format = parse_wire(settings.get("wire", "fp32"))
     if format not in WIRE_FORMATS:
         return 0.0
     wire = WIRE_FORMATS[format]

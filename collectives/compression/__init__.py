@@ -1,4 +1,4 @@
-"""Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback, PowerSGD."""
+"""Compressors of gradient buckets: fp32, 16 and 8 bits with error feedback."""
 
 from .averaging import ReductionPlan, all_reduce_average, plan_average, plan_division, plan_reduction
 from .base import Compressor, NoCompression, has_fused_stats, parse_wire, ring_bytes

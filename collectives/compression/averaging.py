@@ -32,11 +32,6 @@ class ReductionPlan(NamedTuple):
     divisor_after: int = 1
     scale_after: float = 1.0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is nothing but the reduction."""
-        return self == (self.op, *ReductionPlan()[1:])
-
     def before(self, values: torch.Tensor) -> None:
         """Apply the factors before the reduction, in place."""
         if self.divisor_before != 1:

@@ -28,27 +28,24 @@ __all__ = [
 ]
 
 
-def parse_wire(wire) -> tuple[str, int]:
-    """Return a wire's format and its PowerSGD rank: "powersgd:4" is ("powersgd", 4), "int8" is
-    ("int8", 0).
+def parse_wire(wire) -> str:
+    """Return the name of a wire: "fp32", or a format of `layout.WIRE_FORMATS`.
 
     Raises `InvalidArgument` for any other value.
     """
-    known = ["fp32", *WIRE_FORMATS, "powersgd:RANK"]
-    if isinstance(wire, str):
-        if wire == "fp32" or wire in WIRE_FORMATS:
-            return wire, 0
-        name, colon, rank = wire.partition(":")
-        if name == "powersgd":
-            if not (colon and rank.isascii() and rank.isdigit() and len(rank) < 6 and int(rank) > 0):
-                raise InvalidArgument(f"wire {wire!r}: PowerSGD needs a rank from 1 up, as in 'powersgd:2'")
-            return name, int(rank)
-        if wire == "fp8":
-            raise InvalidArgument(
-                "wire='fp8' could be either of two: 'fp8_e4m3' has 3 bits of mantissa and is the one for gradients in "
-                "blocks with a scale each, 'fp8_e5m2' has 2 and a wider range"
-            )
-    raise InvalidArgument(f"wire must be one of {', '.join(map(repr, known))}, not {wire!r:.60}")
+    if isinstance(wire, str) and (wire == "fp32" or wire in WIRE_FORMATS):
+        return wire
+    if wire == "fp8":
+        raise InvalidArgument(
+            "wire='fp8' could be either of two: 'fp8_e4m3' has 3 bits of mantissa and is the one for gradients in "
+            "blocks with a scale each, 'fp8_e5m2' has 2 and a wider range"
+        )
+    if isinstance(wire, str) and wire.startswith("powersgd"):
+        raise InvalidArgument(
+            f"wire {wire!r:.60}: PowerSGD is torch's, powerSGD_hook of torch.distributed.algorithms.ddp_comm_hooks, "
+            'which DDP runs on init_process_group("collectives")'
+        )
+    raise InvalidArgument(f"wire must be one of {', '.join(map(repr, ('fp32', *WIRE_FORMATS)))}, not {wire!r:.60}")
 
 
 class Compressor:
@@ -75,7 +72,7 @@ class Compressor:
         The elements after the last shard are reduced on all ranks. `folded`: leave `folded_factor`
         to the caller; only where that isn't 1.
         """
-        return self.reduce(comm, bucket, scaling, grad_stats=grad_stats)
+        raise NotImplementedError
 
     def folded_factor(self, comm, scaling: Scaling, dtype: torch.dtype) -> float:
         """Return the factor of the scaling that an optimizer's step can apply, with the same bits,
@@ -89,13 +86,6 @@ class Compressor:
     def unclaimed_names(self) -> list[str]:
         """Return the names of parameters with loaded state that have not come in a bucket."""
         return []
-
-    def state_checksum(self) -> int:
-        """Return a checksum of the loaded state that must be the same on all ranks.
-
-        It is 0 where there is none.
-        """
-        return 0
 
     def state_dict(self) -> dict:
         """Return the state that is kept from one step to the next."""

@@ -8,7 +8,6 @@ from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS
 from ..parameter_names import ParameterNames
 from .base import Compressor, NoCompression, parse_wire
-from .powersgd import PowerSGD
 from .quantized import Quantized
 
 __all__ = ["make_compressor"]
@@ -18,14 +17,13 @@ def make_compressor(
     wire: str, *, block: int = 256, error_feedback: bool = False, stochastic_rounding: bool = False,
     algorithm: str | None = None, deterministic: bool = False, parameter_names: ParameterNames | None = None,
 ) -> Compressor:  # fmt: skip
-    """Make the compressor of a wire: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" or
-    "powersgd:RANK".
+    """Make the compressor of a wire: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2" or "int8".
 
     `algorithm` and `deterministic` apply to fp32 alone. `parameter_names`: the names by which
     residuals are saved. Raises `InvalidArgument` for other names, and for options that the wire
     doesn't have.
     """
-    name, rank = parse_wire(wire)
+    name = parse_wire(wire)
     if isinstance(block, bool) or not isinstance(block, int) or block not in WIRE_BLOCKS:
         raise InvalidArgument(f"block must be one of {', '.join(map(str, WIRE_BLOCKS))}, not {block!r:.60}")
     if name == "fp32":
@@ -36,10 +34,6 @@ def make_compressor(
                     f"(wire='bf16' or wire='int8', say), or leave {option} out"
                 )
         return NoCompression(algorithm, deterministic=deterministic)
-    if name == "powersgd":
-        if stochastic_rounding:
-            raise InvalidArgument("PowerSGD rounds nothing that could be rounded at random")
-        return PowerSGD(rank, error_feedback=error_feedback, parameter_names=parameter_names)
     # Each rank draws its own seed, so that the ranks' roundings are independent.
     seed = secrets.randbits(62) if stochastic_rounding else None
     return Quantized(name, block, error_feedback=error_feedback, seed=seed, parameter_names=parameter_names)

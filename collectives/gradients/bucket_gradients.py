@@ -4,12 +4,11 @@ change.
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from ..compression import Bucket, measure_grads
 from ..recorder import recording
+from .bucket_trace import begin_trace, end_trace
 from .grad_norm import norm_by_parameter, norm_over_ranks
 from .pipeline import GradientPipeline
 from .streams import CommStream
@@ -40,7 +39,7 @@ class BucketGradients:
         pipeline, comm = self.pipeline, comm_stream.comm
         step, stats = pipeline.optimizer_step, self._grad_stats.get(comm_stream)
         recorder = recording.active
-        begun = None if recorder is None else _begin_trace(comm_stream)
+        begun = None if recorder is None else begin_trace(comm_stream)
         if step is None:
             nbytes = pipeline.compressor.reduce(comm, bucket, pipeline.scaling, grad_stats=stats)
         else:
@@ -51,11 +50,10 @@ class BucketGradients:
             if pipeline.steps_at_once:
                 nbytes += self._step_bucket(comm, bucket)
         if recorder is not None:
-            # A timeline's report goes by the name's first word, which must be that of a collective.
             name = f"all_reduce {bucket.flat.nbytes} B"
             if step is not None:
                 name = f"reduce_scatter {bucket.flat.nbytes} B{', step, all_gather' if pipeline.steps_at_once else ''}"
-            _end_trace(recorder, comm_stream, begun, name, bucket, nbytes, pipeline.options.wire)
+            end_trace(recorder, comm_stream, begun, name, bucket, nbytes, pipeline.options.wire)
         return nbytes
 
     def _shard_spec(self, comm, bucket):
@@ -146,29 +144,3 @@ class BucketGradients:
         for bucket in self.buckets:
             item = pipeline.comm, bucket, pipeline.compressor.align
             pipeline.optimizer_step.defer(item, norm, max_norm, found)
-
-
-# ---- Traces.
-
-
-def _begin_trace(comm_stream: CommStream):
-    """Return the start of a bucket's reduction: a CUDA event on its stream, or nanoseconds on the
-    host.
-    """
-    if comm_stream.stream is None:
-        return time.perf_counter_ns()
-    return comm_stream.stream.record_event(torch.cuda.Event(enable_timing=True))
-
-
-def _end_trace(recorder, comm_stream: CommStream, begun, name: str, bucket: Bucket, nbytes: int, wire: str) -> None:
-    """Add a bucket's reduction, which ends here on its stream, to the trace."""
-    recorder.about["engine"] = comm_stream.comm.engine.name
-    dtype = str(bucket.flat.dtype).removeprefix("torch.")
-    details = {"bucket": bucket.index, "bytes": nbytes, "dtype": dtype, "parameters": bucket.describe()}
-    if wire != "fp32":  # that one sends gradients as they are
-        details["wire"] = wire
-    if comm_stream.stream is None:
-        recorder.add(comm_stream.trace_row, name, begun, time.perf_counter_ns(), **details)
-    else:
-        end = comm_stream.stream.record_event(torch.cuda.Event(enable_timing=True))
-        recorder.add_cuda(comm_stream.trace_row, name, begun, end, **details)

@@ -38,8 +38,6 @@ def compile_gradient_kernels(
             families.add("wire")
         if options.max_norm is not None or options.check_finite:
             families.add("statistics")
-        if options.local_steps is not None:
-            families.add("cast")
         if options.deterministic or options.algorithm != "native":
             families.add("reduce")
     for place, kinds in found.items():

@@ -25,15 +25,12 @@ __all__ = ["reduce_tuple", "register_state"]
 _numbers = itertools.count()
 _states: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # number -> state
 
-# Options that need all gradients of a backward, or their places in a bucket: the value when off,
-# and the reason.
+# Options that need all gradients of a backward, or their places in a bucket, and the reason.
 _REFUSED = {
-    "max_norm": (None, "the norm of all gradients is known only after the last one, when the first are in use already"),
-    "check_finite": (False, "the count covers all gradients, which never come together here"),
-    "optimizer": (None, "its updates are sharded by bucket"),
-    "local_steps": (None, "it averages the model after a whole backward"),
-    "wire": ("fp32", "a compressed wire pays only for buckets, and keeps its residuals by their parameters"),
-    "predivide": (None, "it is for sums of long buckets in 16 bits; average=True divides in fp32"),
+    "max_norm": "the norm of all gradients is known only after the last one, when the first are in use already",
+    "check_finite": "the count covers all gradients, which never come together here",
+    "optimizer": "its updates are sharded by bucket",
+    "wire": "a compressed wire pays only for buckets, and keeps its residuals by their parameters",
 }
 
 
@@ -62,11 +59,13 @@ def _reduce_grad(grad: torch.Tensor, number: int) -> None:
         raise InvalidUsage(
             "this graph was compiled with a HookState that is gone: compile again (torch.compiler.reset())"
         )
-    for name, (off, reason) in _REFUSED.items():
-        value = getattr(state, name)
-        if value != off and value is not False:
+    changed = state.options.changed()
+    if state.optimizer is not None:
+        changed["optimizer"] = state.optimizer
+    for name, reason in _REFUSED.items():
+        if name in changed:
             raise InvalidUsage(
-                f"{name}={value!r} can't be used where DDP's hook is called for one parameter at a time "
+                f"{name}={changed[name]!r} can't be used where DDP's hook is called for one parameter at a time "
                 f'(optimize_ddp="python_reducer"): {reason}. Leave {name} out, or set '
                 'torch._dynamo.config.optimize_ddp = "ddp_optimizer"'
             )

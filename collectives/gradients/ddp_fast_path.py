@@ -8,6 +8,7 @@ to the full path.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import NamedTuple
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from ..comm.communicator import Communicator
 from ..compression import Bucket, NoCompression, ReductionPlan, ring_bytes
 from ..cuda_state import on_stream, wait_for_stream
-from ..recorder import recording
+from ..recorder import Recorder, recording
 from ..torch_patches import count_hook_registrations, find_hooked_ddps
+from .bucket_trace import begin_trace, end_trace
 from .step_count import find_step_count
-from .streams import keep_for_caller
+from .streams import CommStream, keep_for_caller
 
 __all__ = ["FastPath"]
 
@@ -31,8 +33,7 @@ class _KnownBucket(NamedTuple):
 
     buffer: torch.Tensor
     address: int
-    comm: Communicator
-    stream: torch.cuda.Stream | None  # None: on the host
+    comm_stream: CommStream
     plan: ReductionPlan
     algorithm: str | None
     sent: int  # bytes
@@ -40,13 +41,25 @@ class _KnownBucket(NamedTuple):
     future: torch.futures.Future  # complete, of `buffer`: a new one takes as long as all else here
 
     def reduce(self, ready_event: torch.cuda.Event | None) -> None:
-        if self.stream is None:
-            self.comm.all_reduce(self.buffer, self.plan.op, algorithm=self.algorithm)
+        """Reduce the buffer; on CUDA on the bucket's stream, which first waits by the event, if there is
+        one, for the current stream.
+        """
+        comm, stream = self.comm_stream.comm, self.comm_stream.stream
+        if stream is None:  # the engine divides by itself
+            comm.all_reduce(self.buffer, self.plan.op, algorithm=self.algorithm)
             return
-        with on_stream(self.stream, ready_event):
+        with on_stream(stream, ready_event):
             self.plan.before(self.buffer)
-            self.comm.all_reduce(self.buffer, self.plan.op, algorithm=self.algorithm)
+            comm.all_reduce(self.buffer, self.plan.op, algorithm=self.algorithm)
             self.plan.after(self.buffer)
+
+    def reduce_traced(self, ready_event: torch.cuda.Event | None, recorder: Recorder, bucket: Bucket) -> None:
+        """Reduce the buffer as `reduce` does, and add that to a trace."""
+        stream = self.comm_stream.stream
+        with contextlib.nullcontext() if stream is None else on_stream(stream, ready_event):
+            begun = begin_trace(self.comm_stream)
+            self.reduce(None)
+            end_trace(recorder, self.comm_stream, begun, f"all_reduce {self.buffer.nbytes} B", bucket, self.sent)
 
 
 class FastPath:
@@ -119,19 +132,16 @@ class FastPath:
             self.close()
             return
         comm_stream = pipeline.comm_streams[bucket.index % len(pipeline.comm_streams)]
-        comm, stream = comm_stream.comm, comm_stream.stream
+        comm = comm_stream.comm
         plan, algorithm = pipeline.compressor.plan(comm, pipeline.scaling, buffer.dtype)
-        if not isinstance(plan.op, str) or bucket.flat is not buffer:  # else a complex one
+        if bucket.flat is not buffer:  # a complex one
             self.close()
             return
-        if stream is not None:
+        if comm_stream.stream is not None:
             future = torch.futures.Future()  # without a device, so that it costs DDP no events
             future.set_result(buffer)
-        elif not plan.is_plain:
-            self.close()
-            return
         counts = ring_bytes(buffer, comm.size, 2), state.reducer.count_fp32_bytes(bucket)
-        known = _KnownBucket(buffer, buffer.data_ptr(), comm, stream, plan, algorithm, *counts, future)
+        known = _KnownBucket(buffer, buffer.data_ptr(), comm_stream, plan, algorithm, *counts, future)
         self._buckets.append(known)
         if last:
             before, self._addresses = self._addresses, [each.address for each in self._buckets]
@@ -145,7 +155,7 @@ class FastPath:
         pipeline, reducer = state.pipeline, state.reducer
         if not (reducer.is_plain and reducer.only_ddp_waits):
             return False
-        if not isinstance(pipeline.compressor, NoCompression) or pipeline.buckets.warn_in:
+        if not isinstance(pipeline.compressor, NoCompression):
             return False
         (ddp,), count, path = find_hooked_ddps(param), find_step_count(param), weakref.ref(self)
 
@@ -170,7 +180,7 @@ class FastPath:
 
         If not, the path is closed. The first bucket begins the backward.
         """
-        if index < len(self._buckets) and recording.active is None and not self.comm.closed:
+        if index < len(self._buckets) and not self.comm.closed:
             known = self._buckets[index]
             if buffer is known.buffer and buffer.data_ptr() == known.address:
                 if index or self._begin_backward(state, bucket):
@@ -183,15 +193,27 @@ class FastPath:
         `Communicator.all_reduce` does.
         """
         begun = time.perf_counter_ns()
-        pipeline, known = state.pipeline, self._buckets[index]
-        known.reduce(None if known.stream is None else state.reducer.ready_event(known.comm.device))
+        pipeline, known, recorder = state.pipeline, self._buckets[index], recording.active
+        device = known.buffer.device
+        ready_event = state.reducer.ready_event(device) if device.type == "cuda" else None
+        if recorder is None:
+            known.reduce(ready_event)
+        else:
+            names = state.parameter_names if state.registered else None
+            known.reduce_traced(ready_event, recorder, Bucket(known.buffer, bucket.parameters, None, index, names))
         pipeline.count(1, known.sent, known.as_fp32)
-        if bucket.is_last():
-            if known.stream is not None:
+        last = bucket.is_last()
+        if last:
+            if ready_event is not None:
                 self._join_streams()
-                keep_for_caller(self._record_buffers, known.comm.device)
+                keep_for_caller(self._record_buffers, device)
             pipeline.end_backward(state.reducer.gradients)
-        pipeline.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
+        ended = time.perf_counter_ns()
+        pipeline.totals["seconds_in_hook"] += (ended - begun) * 1e-9
+        if recorder is not None:
+            recorder.add("hook", f"bucket {index}", begun, ended)
+            if last:
+                recorder.step()
         return known.future
 
     def _begin_backward(self, state, bucket: dist.GradBucket) -> bool:
@@ -206,7 +228,7 @@ class FastPath:
             return False
         if pipeline.comm is not comm or pipeline.comm_streams[0].stopped:
             return False
-        if pipeline.stages or pipeline.buckets.warn_in or not self._has_same_ranks(state):
+        if pipeline.stages or not self._has_same_ranks(state):
             return False
         self._unjoined = self._streams
         pipeline.bytes_on_wire = 0

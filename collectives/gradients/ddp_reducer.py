@@ -8,7 +8,6 @@ ranks have cores to spare, or the hook's own call.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 import weakref
@@ -84,7 +83,6 @@ class DDPReducer:
         self._keeps = False  # whether buckets are kept until the last one; else each is done when its call returns
         self.only_ddp_waits = False  # see `ddp_checks.only_ddp_waits`, of the newest backward
         self.is_plain = False  # whether nothing but its own reduction was done with each bucket of the newest backward
-        self._saved = None  # the saved layout that this backward uses
         # By device: the event by which communication streams wait for gradients.
         self._ready_events: dict[torch.device, torch.cuda.Event] = {}
 
@@ -166,14 +164,12 @@ class DDPReducer:
         )
         self._count_step(params[0], comm, joins)
         self.only_ddp_waits = only_ddp_waits(params[0])
-        depends_on_layout = not pipeline.compressor.exact or pipeline.needs_stats or step is not None
-        self._saved = pipeline.buckets.find(comm, params) if depends_on_layout else None
-        waits_for_all = depends_on_layout or self._overlaps or bool(pipeline.stages)
-        if waits_for_all and leaves_out:
+        if leaves_out and (pipeline.stages or not pipeline.compressor.exact):
             raise InvalidUsage(
                 "with skip_all_reduce_unused_params DDP leaves out buckets, also the last one, after which this "
-                "HookState would act (a wire with loss, max_norm, check_finite, optimizer, local_steps): leave it out"
+                "HookState would act (a wire with loss, max_norm, check_finite, optimizer): leave it out"
             )
+        waits_for_all = self._overlaps or bool(pipeline.stages)
         self._keeps, self.is_plain = waits_for_all or not comm._on_host, not (waits_for_all or joins)
         ddp = None
         if step is not None:
@@ -200,7 +196,7 @@ class DDPReducer:
         if before is not None and before is not owner and together and self.pipeline.stages:
             raise InvalidUsage(
                 "two modules' backwards interleave on one HookState, which looks at a backward as a whole "
-                "(max_norm, check_finite, optimizer, local_steps): give each module a state of its own"
+                "(max_norm, check_finite, optimizer): give each module a state of its own"
             )
         self._join_streams()
         self._complete()
@@ -210,11 +206,7 @@ class DDPReducer:
 
     def _start(self, pending: PendingBucket, last: bool) -> None:
         """Reduce a bucket where its stream runs: on a CUDA stream, on a thread, or here."""
-        comm_stream, local_sgd = pending.comm_stream, self.pipeline.local_sgd
-        if local_sgd is not None and not local_sgd.observe_bucket(self.pipeline.comm, pending.bucket):
-            return  # this rank steps on its own gradients
-        if self._saved is not None and self._saved.layout is not None:
-            return  # until all buckets have come
+        comm_stream = pending.comm_stream
         if comm_stream.stream is not None:
             self._reduce_on_stream(pending)
         elif self._overlaps and not last:
@@ -257,19 +249,11 @@ class DDPReducer:
 
     def _end_backward(self) -> None:
         """Run the stages after the last bucket, and complete the futures."""
-        if self._uses_saved_layout():
-            self._reduce_saved_layout()
-        else:
-            self._finish()
-        self._reset()
-
-    def _finish(self) -> None:
         self._join_streams()
         self.gradients.buckets = [pending.bucket for pending in self._pending]
         self.pipeline.end_backward(self.gradients)
-        if self._pending and self._pending[0].bucket.index == 0:  # else the fast path has reduced the first ones
-            self.pipeline.buckets.remember([pending.bucket.params for pending in self._pending], self._saved)
         self._complete()
+        self._reset()
 
     def _wait_for_threads(self, comm_stream: CommStream | None = None) -> None:
         """Wait for the threads of all streams, or of one; raise the first error."""
@@ -310,10 +294,7 @@ class DDPReducer:
                 pending.complete()
         if self._pending:
             self.pipeline.count(len(self._pending), sent, as_fp32)
-        self._keep_for_caller(self._pending)
-
-    def _keep_for_caller(self, buckets: list[PendingBucket]) -> None:
-        buffers = [pending.buffer for pending in buckets if pending.for_ddp and pending.buffer is not None]
+        buffers = [pending.buffer for pending in self._pending if pending.for_ddp]
         if buffers:
             keep_for_caller(lambda stream: [buffer.record_stream(stream) for buffer in buffers], buffers[0].device)
 
@@ -333,39 +314,3 @@ class DDPReducer:
         self._pending = []
         self.gradients.buckets = []
         self._owner = None
-
-    # ---- The buckets of a saved run.
-
-    def _uses_saved_layout(self) -> bool:
-        return self._saved is not None and self._saved.layout is not None
-
-    def _reduce_saved_layout(self) -> None:
-        """Reduce in the buckets of a saved backward, so that training goes on bit for bit."""
-        held, self._pending = self._pending, []
-        gradients = {
-            id(param): (param, part)
-            for pending in held
-            for param, part in zip(pending.bucket.params, pending.bucket.parts(), strict=True)
-        }
-        parameter_names = self.pipeline.parameter_names
-        layout = self._saved.regroup([pending.bucket.params for pending in held], parameter_names)
-        copies = []
-        streams = self.pipeline.comm_streams
-        for index, params in enumerate(layout):
-            members = [gradients[id(param)] for param in params]
-            flat = torch.cat([part for _, part in members])
-            offsets = [0, *itertools.accumulate(part.numel() for _, part in members[:-1])]
-            bucket = Bucket(flat, [param for param, _ in members], offsets, index, parameter_names)
-            copies.append((bucket, [part for _, part in members]))
-            pending = PendingBucket(bucket, None, streams[index % len(streams)], for_ddp=True)
-            self._pending.append(pending)
-            try:
-                self._reduce_here(pending) if pending.comm_stream.stream is None else self._reduce_on_stream(pending)
-            except CollectivesError as error:
-                raise BucketError(error, bucket) from error
-        self._finish()
-        for bucket, parts in copies:
-            torch._foreach_copy_(parts, list(bucket.parts()))
-        for pending in held:
-            pending.complete()
-        self._keep_for_caller(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import math
 import numbers
@@ -16,14 +17,54 @@ from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
 from ..optim import FusedOptimizer
 
-__all__ = ["HookOptions", "parse_local_steps", "parse_streams"]
+__all__ = ["HookOptions", "check_names", "list_options", "parse_streams"]
 
 _ALGORITHMS = ("native", "ring", "direct")
 
 
 @dataclasses.dataclass(frozen=True)
 class HookOptions:
-    """Options of a `HookState`, by the names of its arguments; `HookState` says what each does.
+    """Options of a `HookState`, which takes them as keyword arguments. They don't change afterwards.
+
+    The wire:
+
+    - `wire`, by default "fp32", no compression. "bf16", "fp16", "fp8_e4m3", "fp8_e5m2" and "int8"
+      round the gradients. On every wire sums are taken in fp32, in rank order, and rounded to the
+      wire once.
+    - `block`, 256: the number of values of an 8-bit wire that share a scale; or 128, 512.
+    - `error_feedback`, False: keep rounding errors in fp32, by parameter, and add them in the next
+      step.
+    - `stochastic_rounding`, False: round at random, with the unrounded value as the mean.
+    - `average`, True: divide by the number of ranks, in fp32; False leaves the sum.
+    - `algorithm`, "native": the engine's own; "ring" or "direct" for fp32 alone.
+    - `deterministic`, False: the bits depend on the ranks' gradients alone, not on buckets, streams
+      or engine; clipping then takes an extra pass for the norm.
+    - `streams`, None: spread buckets over this number of communicators, each with a CUDA stream (on
+      the host a thread); None is COLLECTIVES_STREAMS, else 1.
+
+    After the sum:
+
+    - `max_norm`, None: clip the gradient of all parameters to this norm, as
+      ``torch.nn.utils.clip_grad_norm_`` does after the backward.
+    - `norm_type`, 2: another p, or infinity. 2 is found in the reduction's own pass.
+    - `check_finite`, False: count non-finite values; only with HookState's `optimizer` is a step with
+      such values left out.
+    - `parameters_as_bucket_view`, False: with `optimizer`, make the parameters of a bucket views of
+      one allocation, to gather them in place (4 bytes of memory traffic less for each bf16
+      parameter). ``optimizer.step()`` exchanges ``param.data``, once: the parameters stay the same
+      objects with the same values. Where another tensor shares their memory they stay there, with a
+      warning; CUDA graphs captured before would read freed memory. ``torch.save`` of one parameter
+      alone saves its bucket.
+
+    The memory:
+
+    - `zero_copy`, True: on the host, make DDP's large buckets memory that the ranks share, once DDP
+      keeps them, so that they are averaged with no staging copy; the state's repr says how many are
+      shared. A child process that is forked then can't change them and must not read them: it may see
+      what the parent writes later. On a GPU DDP's buckets are made in memory of ncclMemAlloc
+      (torch.cuda.MemPool) and registered with NCCL. False: buckets stay as torch makes them.
+    - `gather`, None: for `fully_shard` alone, the format, one of the 16-bit and 8-bit wires', in which
+      parameters are gathered, while the rank that owns them keeps them as they are.
 
     Raises `InvalidArgument` for a value that an option doesn't take, and, with the reason, for
     options that don't go together.
@@ -34,47 +75,36 @@ class HookOptions:
     error_feedback: bool = False
     stochastic_rounding: bool = False
     average: bool = True
-    predivide: float | None = None
     algorithm: str = "native"
     deterministic: bool = False
     streams: int | None = None  # a number in every record
     max_norm: float | None = None
     norm_type: float = 2
     check_finite: bool = False
-    local_steps: int | tuple[int, int] | None = None
+    parameters_as_bucket_view: bool = False
     zero_copy: bool = True
     gather: str | None = None
-    parameters_as_bucket_view: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "streams", parse_streams(self.streams))
-        flags = (
-            "error_feedback", "stochastic_rounding", "average", "deterministic", "check_finite", "zero_copy",
-            "parameters_as_bucket_view",
-        )  # fmt: skip
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgument(f"{name} must be True or False, not {getattr(self, name)!r}")
-        wire, _ = parse_wire(self.wire)
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, bool) and not isinstance(getattr(self, field.name), bool):
+                raise InvalidArgument(f"{field.name} must be True or False, not {getattr(self, field.name)!r}")
+        wire = parse_wire(self.wire)
         if self.gather is not None and (not isinstance(self.gather, str) or self.gather not in WIRE_FORMATS):
             formats = ", ".join(map(repr, WIRE_FORMATS))
             raise InvalidArgument(f"gather must be None or one of {formats}, not {self.gather!r:.60}")
         if not isinstance(self.algorithm, str) or self.algorithm not in _ALGORITHMS:
             shown = ", ".join(map(repr, _ALGORITHMS))
             raise InvalidArgument(f"algorithm must be one of {shown}, not {self.algorithm!r:.60}")
-        for name in ("predivide", "max_norm"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+        if self.max_norm is not None:
+            _check_positive("max_norm", self.max_norm)
         _check_positive("norm_type", self.norm_type, infinite=True)
-        if self.local_steps is not None:
-            parse_local_steps(self.local_steps)
         _refuse(self._combinations(wire))
 
     def _combinations(self, wire: str) -> list[tuple[bool, str]]:
         """Return the combinations that are refused: whether these options are one, and the reason."""
         return [
-            (self.predivide is not None and not self.average,
-             "predivide splits the division of an average in two, and average=False divides nothing"),
             (self.algorithm != "native" and wire != "fp32",
              f"a wire of {wire} is always an all-to-all and an all-gather with fused kernels: leave algorithm out"),
             (self.algorithm == "ring" and self.deterministic,
@@ -83,9 +113,6 @@ class HookOptions:
              f"the bits of {wire} depend on where buckets begin and end: deterministic takes fp32, bf16 and fp16"),
             (self.deterministic and self.stochastic_rounding,
              "random bits are drawn by the place in a bucket: deterministic can't be had with stochastic_rounding"),
-            (self.local_steps is not None and (self.max_norm is not None or self.check_finite),
-             "with local_steps each rank steps on its own gradients, which the hook doesn't look at: clip them with "
-             "torch.nn.utils.clip_grad_norm_"),
         ]  # fmt: skip
 
     def check_optimizer(self, optimizer) -> None:
@@ -98,8 +125,6 @@ class HookOptions:
                 f"{kind_of(optimizer)}{_describe_replacement(optimizer)}"
             )
         _refuse([
-            (self.local_steps is not None,
-             "with local_steps the ranks' parameters differ, and a sharded optimizer needs them equal"),
             (self.deterministic and self.max_norm is not None,
              "a sharded optimizer's norm is of parts, whose places depend on buckets: deterministic takes max_norm "
              "without optimizer"),
@@ -122,6 +147,31 @@ class HookOptions:
         """Return the options that have other values than the defaults, by name; `streams`: than 1."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"streams": 1}
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
+
+
+def list_options(function) -> inspect.Signature:
+    """Return the signature of a function that takes the options as ``**options``, with each of them."""
+    signature = inspect.signature(function)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(HookOptions)
+    ]
+    return signature.replace(parameters=parameters)
+
+
+def check_names(called: str, function, options: dict) -> None:
+    """Raise TypeError for a name that is no option, as Python does, with the nearest one of a function's
+    arguments.
+
+    `called`: the name by which the function is called.
+    """
+    known = [field.name for field in dataclasses.fields(HookOptions)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, inspect.signature(function).parameters, 1)
+            hint = f": did you mean {near[0]!r}?" if near else f". It takes {', '.join(known)}"
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _describe_replacement(optimizer) -> str:
@@ -149,13 +199,6 @@ def _refuse(combinations: list[tuple[bool, str]]) -> None:
     for wrong, reason in combinations:
         if wrong:
             raise InvalidArgument(reason)
-
-
-def parse_local_steps(value) -> tuple[int, int]:
-    """Return (every, after) of `local_steps`: k, or (first, k)."""
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return _check_whole("local_steps[1]", value[1], 1), _check_whole("local_steps[0]", value[0], 0)
-    return _check_whole("local_steps", value, 1), 0
 
 
 def parse_streams(value) -> int:

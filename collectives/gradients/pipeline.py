@@ -10,6 +10,7 @@ the optimizer's step. Without such options there are no stages. The front ends a
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -23,13 +24,14 @@ from ..errors import InvalidArgument
 from ..optimizer_state import clip_coefficient
 from ..parameter_names import ParameterNames
 from .hyperparameters import HyperparameterCheck
-from .local_sgd import LocalSGD
 from .optimizer_in_backward import OptimizerInBackward
-from .options import HookOptions, parse_local_steps
-from .saved_layout import SavedBuckets
+from .options import HookOptions
 from .streams import CommStream, get_comm_streams
 
 __all__ = ["GradientPipeline", "ReducedGradients"]
+
+_BACKWARDS_TO_WARN = 3  # backwards after which loaded state that matches no parameter is named
+_MAX_NAMES = 8  # in a message
 
 
 class ReducedGradients(Protocol):
@@ -92,11 +94,6 @@ def _defer_step(pipeline: GradientPipeline, gradients: ReducedGradients) -> None
     gradients.defer_step(norm=pipeline.norm, max_norm=pipeline.options.max_norm, found=pipeline.nonfinite)
 
 
-def _count_local_step(pipeline: GradientPipeline, gradients: ReducedGradients) -> None:
-    """Count a backward of post-local SGD, which averages the models after some."""
-    pipeline.local_sgd.end_backward()
-
-
 class GradientPipeline:
     """Pipeline of the gradients of one `HookState`.
 
@@ -109,9 +106,7 @@ class GradientPipeline:
         self.options = options
         self.parameter_names = parameter_names
         self.compressor = options.make_compressor(parameter_names)
-        self.buckets = SavedBuckets(parameter_names)  # of earlier backwards, and of a saved run
-        local_steps = options.local_steps
-        self.local_sgd = None if local_steps is None else LocalSGD(*parse_local_steps(local_steps))
+        self._warn_in = 0  # backwards until `_warn_unclaimed`; 0: nothing was loaded
         self.comm: Communicator | None = None  # of the newest backward
         self.comm_streams: list[CommStream] = []
         self.scaling = Scaling()
@@ -119,7 +114,6 @@ class GradientPipeline:
         self.norm = None  # of the last backward: a number, or a float64 tensor on a GPU
         self.nonfinite = None
         self.bytes_on_wire = 0
-        self.world_size = 0  # in the last backward
         self.totals = {"backwards": 0, "buckets": 0, "bytes_on_wire": 0, "bytes_as_fp32": 0, "seconds_in_hook": 0.0}
         self._find_scaler = find_scaler
         self._verified: weakref.WeakSet = weakref.WeakSet()  # communicators on which the ranks' options were compared
@@ -145,9 +139,29 @@ class GradientPipeline:
             (not steps and self.options.max_norm is not None, _clip),
             (steps and scaled, _defer_step),
             (steps and not scaled, _step_optimizer),
-            (self.local_sgd is not None, _count_local_step),
         ]
         self.stages = tuple(stage for wanted, stage in stages if wanted)
+
+    # ---- The compressor's saved state.
+
+    def load_wire(self, state: dict) -> None:
+        """Load the state of the compressor.
+
+        After the third backward from now a warning names what matches no parameter.
+        """
+        self.compressor.load_state_dict(state)
+        self._warn_in = _BACKWARDS_TO_WARN if self.compressor.unclaimed_names() else 0
+
+    def _warn_unclaimed(self) -> None:
+        names = self.parameter_names.unmatched(self.compressor.unclaimed_names())
+        if names:
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            warnings.warn(
+                f"the loaded HookState has residuals of {', '.join(names[:_MAX_NAMES])}{more}, and no module that is "
+                "registered with it has these: they are not used. Was it saved with another model, or, where one "
+                "state serves several modules, with these registered in another order?",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
 
     # ---- A backward.
 
@@ -159,8 +173,10 @@ class GradientPipeline:
         """
         if comm is not self.comm or self.comm_streams[0].stopped:
             self.open(comm, streams)
-        if self.buckets.warn_in:
-            self.buckets.warn_unmatched(self.compressor)
+        if self._warn_in:
+            self._warn_in -= 1
+            if not self._warn_in:
+                self._warn_unclaimed()
         self.bytes_on_wire = 0
         if self._takes_scaler:
             self.scaler = self._find_scaler()
@@ -181,7 +197,6 @@ class GradientPipeline:
                     "parameters_as_bucket_view is for a HookState that steps an optimizer: give it one"
                 )
             if comm not in self._verified:
-                self.buckets.check_world_size(comm.size)
                 verify_same(
                     comm, "the ranks' HookStates differ", self.describe_options(),
                     "give all ranks the same arguments, and the same COLLECTIVES_* variables",
@@ -195,8 +210,6 @@ class GradientPipeline:
         described = {name: value for name, value in vars(self.options).items() if name != "zero_copy"}
         step = self.optimizer_step
         described["optimizer"] = None if step is None else type(step.optimizer).__name__
-        described["loaded from a saved state"] = self.buckets.resumes
-        described["what the wire starts from"] = self.compressor.state_checksum()
         return described
 
     def compare_hyperparameters(self) -> None:
@@ -207,12 +220,7 @@ class GradientPipeline:
 
     def get_scaling(self, size: int) -> Scaling:
         """Return the factors of a reduction over `size` ranks."""
-        options = self.options
-        if not options.average:
-            return Scaling()
-        if options.predivide is None:
-            return Scaling(divisor=size)
-        return Scaling(prescale=1.0 / options.predivide, postscale=options.predivide / size)
+        return Scaling(divisor=size if self.options.average else 0)
 
     def end_backward(self, gradients: ReducedGradients) -> None:
         """Run the stages after the last bucket. All ranks must call it; blocks as its collectives do."""
@@ -220,7 +228,6 @@ class GradientPipeline:
         for stage in self.stages:
             stage(self, gradients)
         self.scaler = None
-        self.world_size = self.comm.size
         self.totals["backwards"] += 1
 
     def join_end_backward(self, gradients: ReducedGradients) -> None:

@@ -16,22 +16,19 @@ __all__ = ["common_state", "load_common_state", "pickled_state", "restore_pickle
 
 
 def pickled_state(state: HookState) -> dict:
-    """Return what this rank needs to go on bit for bit, with as many ranks."""
+    """Return what this rank needs to go on with as many ranks."""
     size = state.pickled_size
     if state.comm is not None:
         size = state.comm.size
     elif state.process_group is not None and state.process_group is not dist.group.WORLD:
         size = state.process_group.size()
     pipeline = state.pipeline
-    step, buckets = pipeline.optimizer_step, pipeline.buckets
+    step = pipeline.optimizer_step
     return {
-        "layouts": buckets.state_dict(),
-        "ranks": pipeline.world_size or buckets.world_size,  # the latter if not used since loading
         "options": vars(state.options),
         "size": size,
         "wire": state.compressor.state_dict(),
         "optimizer": state.saved_optimizer if step is None else step.state_dict(full=False),
-        "local": _local_state(state),
         "totals": pipeline.totals,
     }
 
@@ -39,12 +36,8 @@ def pickled_state(state: HookState) -> dict:
 def restore_pickled_state(state: HookState, saved: dict) -> None:
     """Restore a `pickled_state` in a new state of its options."""
     state.pickled_size = saved["size"]
-    state.compressor.load_state_dict(saved["wire"])
+    state.pipeline.load_wire(saved["wire"])
     state.saved_optimizer = saved["optimizer"]
-    if state.pipeline.local_sgd is not None:
-        state.pipeline.local_sgd.load_state_dict(saved["local"])
-    layouts = saved["layouts"] if "layouts" in saved else saved["layout"] and [saved["layout"]]  # of one module
-    state.pipeline.buckets.load(layouts, saved["ranks"])
     state.pipeline.totals.update(saved["totals"])
 
 
@@ -64,7 +57,6 @@ def common_state(state: HookState) -> dict:
         "wire": wire,
         "size": comm_streams[0].comm.size if comm_streams else None,
         "optimizer": None if state.optimizer is None else state.optimizer_state_dict(),
-        "local": _local_state(state),
     }
 
 
@@ -76,17 +68,9 @@ def load_common_state(state: HookState, saved: dict) -> None:
         size = state.comm.size if state.comm is not None else state.get_process_group().size()
         factor = saved["size"] / size
         wire["residuals"] = {name: residual * factor for name, residual in wire["residuals"].items()}
-    state.compressor.load_state_dict(wire)
-    state.pipeline.buckets.schedule_warning()
-    if state.pipeline.local_sgd is not None and saved["local"] is not None:
-        state.pipeline.local_sgd.load_state_dict(saved["local"])
+    state.pipeline.load_wire(wire)
     if saved["optimizer"] is not None:
         if state.optimizer is None:
             state.saved_optimizer = saved["optimizer"]
         else:
             state.load_optimizer_state_dict(saved["optimizer"])
-
-
-def _local_state(state: HookState) -> dict | None:
-    local_sgd = state.pipeline.local_sgd
-    return None if local_sgd is None else local_sgd.state_dict()

@@ -18,7 +18,7 @@ from .compiled import register_state
 from .ddp_fast_path import FastPath
 from .ddp_reducer import DDPReducer
 from .optimizer_in_backward import OptimizerInBackward
-from .options import HookOptions
+from .options import HookOptions, check_names, list_options
 from .pipeline import GradientPipeline
 from .saved_state import common_state, load_common_state, pickled_state, restore_pickled_state
 from .scaler_lookup import ScalerLookup
@@ -41,88 +41,54 @@ def _describe_comm(given) -> str:
     return kind_of(given)
 
 
-
 class HookState:
-    """State of `fused_allreduce`: the ranks that average, and the options. All options compose.
+    """State of `fused_allreduce`: the ranks that average, the options, and what is kept from step to step.
+
+    All options compose. Their names, defaults and meanings are those of
+    `collectives.gradients.options.HookOptions`: ``HookState(wire="int8", error_feedback=True)``.
 
     `comm`: a `Communicator`. `process_group`: a torch process group; a communicator over its ranks
     is opened at first use. With neither, the default group is used. If torch's DDP was built over a
     subgroup, it must be named here; else the state is refused
     (`collectives.DistributedDataParallel` names its own).
 
-    Wire. `wire`: "fp32" (no compression), "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8" (these
-    three with a scale for each `block` values, 128, 256 or 512), or "powersgd:RANK" (Vogels 2019).
-    On every wire sums are taken in fp32, in rank order, and rounded to the wire once.
-    `error_feedback`: rounding errors are kept in fp32, by parameter, and added in the next step.
-    `stochastic_rounding`: the wire rounds at random, with the unrounded value as the mean.
-    `average`: divide by the number of ranks, in fp32; False leaves the sum. `predivide`: divide by
-    this before the sum and by the rest after it, for fp16 sums that would overflow on NCCL.
-    `algorithm`: "native", "ring" or "direct" (fp32 alone). `deterministic`: the bits depend on the
-    ranks' gradients alone, not on buckets, streams or engine; clipping then takes an extra pass for
-    the norm. `streams`: spread buckets over this number of communicators, each with a CUDA stream
-    (on the host a thread); None: COLLECTIVES_STREAMS, else 1.
-
-    After the sum. `max_norm`: clip the gradient of all parameters to this norm, as
-    ``torch.nn.utils.clip_grad_norm_`` does after the backward; `norm_type`: 2, another p, or
-    infinity (2 is found in the reduction's own pass). `check_finite`: count non-finite values; only
-    with `optimizer` is a step with such values left out. `optimizer`: an optimizer of
-    `collectives.optim` that is stepped inside of the backward. Each rank reduces and updates its
-    shard of each bucket and all ranks all-gather the parameters, so that the optimizer's state
-    takes 1/n of the memory; see `collectives.gradients.zero`. If max_norm, check_finite or a
-    GradScaler needs all gradients first, the updates wait for the last bucket; non-finite gradients
-    leave the step out on all ranks. `parameters_as_bucket_view`: with `optimizer`, make the
-    parameters of a bucket views of one allocation, to gather them in place (4 bytes of memory
-    traffic less for each bf16 parameter). ``optimizer.step()`` exchanges ``param.data``, once: the
-    parameters stay the same objects with the same values. Where another tensor shares their memory
-    they stay there, with a warning; CUDA graphs captured before would read freed memory.
-    ``torch.save`` of one parameter alone saves its bucket. `local_steps`: k, or (first, k), for
-    post-local SGD: after `first` averaged steps each rank goes on with its own gradients and the
-    models are averaged at every k-th step (Lin 2018). `grad_scaler`: the GradScaler that scales the
-    loss, False where none does, or None for the only one in use when it first matters; several are
-    an error then. It can be set later (``state.grad_scaler = scaler``), and isn't pickled.
-
-    `zero_copy`: on the host, allocate the buckets that DDP keeps in memory that the ranks of a node
-    share, so that they are averaged with no staging copy; the state's repr says how many are
-    shared. A child process that is forked then can't change them and must not read them: it may see
-    what the parent writes later. False: not. On a GPU DDP's buckets are made in memory of
-    ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
+    `optimizer`: an optimizer of `collectives.optim` that is stepped inside of the backward. Each
+    rank reduces and updates its shard of each bucket and all ranks all-gather the parameters, so
+    that the optimizer's state takes 1/n of the memory; see `collectives.gradients.zero`. If
+    max_norm, check_finite or a GradScaler needs all gradients first, the updates wait for the last
+    bucket; non-finite gradients leave the step out on all ranks. `grad_scaler`: the GradScaler that
+    scales the loss, False where none does, or None for the only one in use when it first matters;
+    several are an error then. It can be set later (``state.grad_scaler = scaler``), and isn't
+    pickled.
 
     ``fully_shard(module, hook_state=...)`` takes a state, too: its gradients go by that wire, and
     are clipped and stepped as above. Make `optimizer` from the sharded parameters and set it
-    (``state.optimizer = optimizer``). `gather` is for `fully_shard` alone: the format, one of the
-    16-bit and 8-bit wires', in which parameters are gathered, while the rank that owns them keeps
-    them as they are. One state may serve all units of a model, but no DDP module as well.
+    (``state.optimizer = optimizer``). One state may serve all units of a model, but no DDP module
+    as well.
 
     Residuals and other state are saved by the parameters' names, in the modules on which the hook
     was registered with this state; `register` names the parameters of others.
 
     After a step: `grad_norm`, `nonfinite`, `bytes_on_wire`, `stats()`. One state may serve several
-    DDP modules of the same group. A state can be pickled, with all that training needs to go on bit
-    for bit. Communicator and group are left out and opened again at first use; an optimizer must be
-    set again (``state.optimizer = optimizer``), and takes over the saved state. `state_dict()` is
-    for another number of ranks. Raises `InvalidArgument`, with the reason, for options that don't
-    go together.
+    DDP modules of the same group. A state can be pickled, with all that training needs to go on:
+    bit for bit with the fp32 wire and without `max_norm`, else to a rounding in the first step,
+    since a new DDP object has other buckets there. Communicator and group are left out and opened
+    again at first use; an optimizer must be set again (``state.optimizer = optimizer``), and takes
+    over the saved state. `state_dict()` is for another number of ranks.
+
+    Raises `InvalidArgument`, with the reason, for options that don't go together, and TypeError for
+    a name that is no option.
     """
 
     def __init__(
-        self, comm: Communicator | None = None, *, process_group=None, wire: str = "fp32", block: int = 256,
-        error_feedback: bool = False, stochastic_rounding: bool = False, average: bool = True,
-        predivide: float | None = None, algorithm: str = "native", deterministic: bool = False,
-        streams: int | None = None, max_norm: float | None = None, norm_type: float = 2, check_finite: bool = False,
-        optimizer=None, grad_scaler=None, local_steps=None, zero_copy: bool = True,
-        gather: str | None = None, parameters_as_bucket_view: bool = False,
-    ):  # fmt: skip
+        self, comm: Communicator | None = None, *, process_group=None, optimizer=None, grad_scaler=None, **options
+    ):
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {_describe_comm(comm)}")
         if comm is not None and process_group is not None:
             raise InvalidArgument("comm and process_group both say which ranks average: give one of them")
-        self.options = options = HookOptions(
-            wire=wire, block=block, error_feedback=error_feedback, stochastic_rounding=stochastic_rounding,
-            average=average, predivide=predivide, algorithm=algorithm, deterministic=deterministic, streams=streams,
-            max_norm=max_norm, norm_type=norm_type, check_finite=check_finite, local_steps=local_steps,
-            zero_copy=zero_copy, gather=gather,
-            parameters_as_bucket_view=parameters_as_bucket_view,
-        )  # fmt: skip
+        check_names("HookState", self.__init__, options)
+        self.options = HookOptions(**options)
         self.comm = comm
         self.units = None  # set by `collectives.sharded`; then the state is refused for DDP
         self.parameter_names = ParameterNames()
@@ -133,10 +99,10 @@ class HookState:
         self._registrations = BufferRegistrationCache()
         self._scaler_lookup = ScalerLookup()
         self.saved_optimizer = None  # state that waits for its optimizer
-        self.pipeline = GradientPipeline(options, self.parameter_names, self._scaler_lookup.find)
+        self.pipeline = GradientPipeline(self.options, self.parameter_names, self._scaler_lookup.find)
         self.compressor = self.pipeline.compressor
         # Other compressors send from memory of their own.
-        self.shares_memory = zero_copy and isinstance(self.compressor, NoCompression)
+        self.shares_memory = self.options.zero_copy and isinstance(self.compressor, NoCompression)
         self.reducer, self.fast_path = DDPReducer(self.pipeline), FastPath()
         self.grad_scaler = grad_scaler
         if optimizer is not None:
@@ -318,9 +284,8 @@ class HookState:
     def state_dict(self) -> dict:
         """Return what training needs to go on with any number of ranks, the same on all; a collective.
 
-        Residuals are the mean of the ranks' residuals, so
-        that the next averages still receive all of them; the optimizer's state is full. (Pickling
-        the state on each rank and loading it there goes on bit for bit, with as many ranks.)
+        Residuals are the mean of the ranks' residuals, so that the next averages still receive all of
+        them; the optimizer's state is full.
         """
         return common_state(self)
 
@@ -339,3 +304,7 @@ class HookState:
         if self.options.parameters_as_bucket_view and self.optimizer is not None:
             words.append("parameters of {} of {} buckets gathered in place".format(*self._get_step().gathered_in_place))
         return f"HookState({', '.join(words)}, zero_copy: {shared})"
+
+
+# For help() and inspect.signature: each option with its default, as HookOptions lists them.
+HookState.__init__.__signature__ = list_options(HookState.__init__)

@@ -73,8 +73,6 @@ def get_reducer(state: HookState | None, world) -> ShardedGradReducer | None:
 
 def _check(state: HookState) -> None:
     wrong = [
-        (state.local_steps is not None,
-         "local_steps: with post-local SGD the ranks' parameters differ, and here each parameter is there once"),
         (state.streams > 1 and state.streams != parse_streams(None),
          "streams: the ranks agree on the order of a module's collectives, which are all over one communicator"),
         (not state.zero_copy, "zero_copy=False: a unit's buffers are the engine's own memory, and always shared"),

@@ -1,4 +1,4 @@
-"""What is kept from step to step by a bucket's stream, and goes on in another one's: residuals, PowerSGD's factors.
+"""What is kept from step to step by a bucket's stream, and goes on in another one's: residuals, wire buffers.
 
 Which orders and records there are is looked at here on the host, with streams that are names; that they suffice is for
 the simulated GPU.
@@ -7,13 +7,11 @@ the simulated GPU.
 import contextlib
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 
-from collectives.compression import Bucket, Scaling, error_feedback, low_rank, scratch
+from collectives.compression import Bucket, error_feedback, scratch
 from collectives.compression.error_feedback import Residuals
-from collectives.compression.powersgd import PowerSGD
 from collectives.compression.scratch import get_wire_buffer, use_on_current_stream
 
 
@@ -62,37 +60,26 @@ class Streams:
 
 
 class Alone:
-    size, rank, device, _on_host = 1, 0, torch.device("cpu"), True
-
     def empty(self, count, dtype):
         return torch.empty(count, dtype=dtype)
 
-    def all_reduce(self, values, op="sum", algorithm=None):
-        pass
 
-
-@pytest.mark.parametrize("kind", ["residuals", "powersgd"])
-def test_what_moves_between_buckets_follows_its_stream(kind):
+def test_what_moves_between_buckets_follows_its_stream():
     """All memory that a bucket reads was taken over by its stream: its own, and that of the buckets before."""
     streams = Streams()
     params = [nn.Parameter(torch.ones(20, 30)) for _ in range(4)]
-    residuals, factors, comm = Residuals(), PowerSGD(1, error_feedback=True), Alone()
+    residuals, comm = Residuals(), Alone()
 
     def step(*groups):
         for name, group in zip("ab", groups, strict=True):
             streams.current = name
             bucket = Bucket(torch.ones(600 * len(group)), [params[at] for at in group], None, group[0])
-            read = []
-            if kind == "residuals":
-                read = [view[1] for view in map(residuals._views.get, map(id, bucket.params)) if view is not None]
-                residuals.get(bucket)
-            else:
-                read = [known[1] for known in map(factors._starts.get, map(id, bucket.params)) if known is not None]
-                factors.reduce(comm, bucket, Scaling())
+            read = [view[1] for view in map(residuals._views.get, map(id, bucket.params)) if view is not None]
+            residuals.get(bucket)
             assert all(streams.last[each.untyped_storage().data_ptr()] == name for each in read)
 
     with contextlib.ExitStack() as stack:
-        for module in (scratch, error_feedback, low_rank):
+        for module in (scratch, error_feedback):
             stack.enter_context(mock.patch.object(module, "use_on_current_stream", streams.use))
         step([0, 1], [2, 3])
         step([2, 0], [3, 1])  # DDP has made its buckets anew

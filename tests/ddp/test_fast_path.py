@@ -103,13 +103,19 @@ def changes(ctx):
         step(ddp, 6, ctx.rank)
     assert state.fast_path.is_open and right(ctx, ddp, 7)
 
-    recording.active = recorder = Recorder()
+    recording.active = recorder = Recorder()  # records this path
     try:
         assert right(ctx, ddp, 8)
     finally:
         recording.active = None
-    assert sum(row == "hook" for row, *_ in recorder.events) == buckets_of(ddp) and len(recorder.marks) == 1
-    settle(ddp, ctx.rank, state)
+    assert state.fast_path.is_open and len(recorder.marks) == 1
+    rows = {"hook": [], "lane 0": []}
+    for row, name, _, _, details in recorder.events:
+        rows[row].append((name.split()[0], details))
+    assert len(rows["hook"]) == len(rows["lane 0"]) == buckets_of(ddp)
+    assert [details["bucket"] for _, details in rows["lane 0"]] == list(range(buckets_of(ddp)))
+    names = [name for _, details in rows["lane 0"] for name in details["parameters"].split(", ")]
+    assert sorted(names) == sorted(name for name, _ in ddp.module.named_parameters())
 
     find_communicator(dist.group.WORLD, torch.device("cpu")).close()  # opened again by the next backward
     assert right(ctx, ddp, 9)

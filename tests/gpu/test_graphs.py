@@ -69,7 +69,6 @@ DDP = {
     "direct": {"algorithm": "direct"},
     "bf16": {"wire": "bf16"},
     "int8, feedback": {"wire": "int8", "error_feedback": True, "streams": 2},
-    "powersgd": {"wire": "powersgd:2", "error_feedback": True},
     "max_norm": {"max_norm": 0.5},
     "fused AdamW": {},
     "optimizer inside": {"optimizer": True},
@@ -270,7 +269,6 @@ def test_a_work_that_was_captured(device, ranks):
 
 
 HOOKS = {
-    "local_steps": ({"local_steps": 2}, "local_steps counts"),
     "stochastic rounding": ({"wire": "int8", "stochastic_rounding": True}, "stochastic rounding"),
 }
 

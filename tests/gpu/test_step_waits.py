@@ -62,7 +62,6 @@ DDP = {
     "fp16": {"wire": "fp16"},
     "fp8_e4m3": {"wire": "fp8_e4m3"},
     "int8, feedback, streams": {"wire": "int8", "error_feedback": True, "streams": 2},
-    "powersgd": {"wire": "powersgd:2", "error_feedback": True},
     "max_norm": {"max_norm": 0.5},
     "max_norm, norm_type inf": {"max_norm": 0.5, "norm_type": math.inf},
     "check_finite": {"check_finite": True},
@@ -70,7 +69,6 @@ DDP = {
     "optimizer, max_norm, check_finite, int8": {
         "optimizer": True, "max_norm": 0.5, "check_finite": True, "wire": "int8", "error_feedback": True,
     },
-    "local_steps": {"local_steps": 2},
     "optimizer, unused parameters": {"optimizer": True, "ddp": {"find_unused_parameters": True}},
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """What a `HookState` says: of an optimizer of torch's, and at exit where nothing has used it."""
 
+import dataclasses
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import torch
 
 from collectives import HookState
 from collectives.errors import InvalidArgument
+from collectives.gradients.options import HookOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,3 +76,19 @@ def test_a_state_that_nothing_used_is_warned_of_once_at_exit():
     assert "no backward has used it, so its options had no effect" in said["registered"]
     for name in ("loaded", "failed", "forked", "dropped"):
         assert "UserWarning" not in said[name], name
+
+
+def test_all_arguments_are_shown_and_others_refused():
+    shown = inspect.signature(HookState).parameters
+    assert list(shown)[:4] == ["comm", "process_group", "optimizer", "grad_scaler"]
+    assert {field.name: field.default for field in dataclasses.fields(HookOptions)} == {
+        name: parameter.default for name, parameter in list(shown.items())[4:]
+    }
+    for name in HookOptions.__dataclass_fields__:
+        assert f"- `{name}`, " in HookOptions.__doc__
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wires': did you mean 'wire'"):
+        HookState(wires="int8")
+    with pytest.raises(TypeError, match="did you mean 'process_group'"):
+        HookState(process_groups=None)
+    with pytest.raises(TypeError, match="'local_steps'. It takes wire, block"):
+        HookState(local_steps=4)
