@@ -58,11 +58,11 @@ class HookOptions:
 
     The memory:
 
-    - `zero_copy`, True: on the host, make DDP's large buckets memory that the ranks share, once DDP
-      keeps them, so that they are averaged with no staging copy; the state's repr says how many are
+    - `zero_copy`, True: on the host, allocate the buckets that DDP keeps in memory that the ranks of
+      a node share, so that they are averaged with no staging copy; the state's repr says how many are
       shared. A child process that is forked then can't change them and must not read them: it may see
-      what the parent writes later. On a GPU DDP's buckets are made in memory of ncclMemAlloc
-      (torch.cuda.MemPool) and registered with NCCL. False: buckets stay as torch makes them.
+      what the parent writes later. False: buckets stay as torch makes them. On a GPU DDP's buckets
+      are made in memory of ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
     - `gather`, None: for `fully_shard` alone, the format, one of the 16-bit and 8-bit wires', in which
       parameters are gathered, while the rank that owns them keeps them as they are.
 
