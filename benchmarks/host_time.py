@@ -52,7 +52,7 @@ class Timed:
     """A way to train, and its times in each round: microseconds of a forward and of a backward."""
 
     def __init__(self, name: str, model, device):
-        from benchmarks.gpu.front_ends import Way
+        from benchmarks.front_ends import Way
 
         self.name = name
         self.way = Way(name, model, device, 0, bucket_cap_mb=0.002)
@@ -98,7 +98,7 @@ def training_rows(names, rounds: int, steps: int) -> list[dict]:
     import torch
 
     from benchmarks import echo
-    from benchmarks.gpu.front_ends import Model
+    from benchmarks.front_ends import Model
 
     counted = [row for row in COUNTED if not names or row[0] in names]
     needed = dict.fromkeys(name for row in counted for name in (row[2], row[3], row[0]) if name)
@@ -310,7 +310,7 @@ def profile(names, seconds: float, most: int) -> None:
     import torch
 
     from benchmarks import echo
-    from benchmarks.gpu.front_ends import Model
+    from benchmarks.front_ends import Model
 
     model, device = Model(PARTS, 16, 16, 8), torch.device("cuda", 0)
     root = Path(__file__).resolve().parent.parent

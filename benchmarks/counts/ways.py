@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import collectives
-from benchmarks.gpu.front_ends import Model
+from benchmarks.front_ends import Model
 from collectives import optim
 from collectives.sharded import MixedPrecisionPolicy, fully_shard
 
