@@ -44,7 +44,7 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class Way:
     """``base``: the way without communication whose counts are subtracted; ``all_reduce_ranks``: of torch's
-    all-reduces, by the number of ranks; ``step``: the step of so many that is counted.
+    all-reduces, by the number of ranks.
     """
 
     name: str
@@ -63,8 +63,8 @@ def make_model(dtype=torch.float32):
 
 def alone(dtype=torch.float32) -> Step:
     model, batch = make_model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    return Step(model, batch.to(dtype), list(model.parameters()), rest=optimizer.step)
+    step = torch.optim.SGD(model.parameters(), LR).step
+    return Step(model, batch.to(dtype), list(model.parameters()), rest=step)
 
 
 # ---- DDP.

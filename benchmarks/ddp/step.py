@@ -16,12 +16,12 @@ with no hook on a process group of our backend (`backend`, `backend_view`); and
 error feedback, clip for max_norm, adamw for optimizer=).
 
 `added`: what a way adds to the step without sync, by what its peer adds: (way - no_sync) / (peer -
-no_sync). The peer is Gloo, for the wires torch's bf16 hook (int8 too: torch has no such on the
-CPU), and for clipping and AdamW the same after Gloo's sync; `added_to_gloo`: for the wires the same
-by plain Gloo. `times`: the peer's step by the way's. Before anything is timed
-the results are checked: without wires ours must be the rank-ordered mean of the ranks' gradients
-bit for bit, a compressed one within its wire's error, the parameters after AdamW those of torch's
-on the mean; and the same on all ranks. One row a model goes to benchmarks/results/ddp_step.jsonl.
+no_sync). The peer is Gloo, for the wires torch's bf16 hook (int8 too: torch has no such on the CPU),
+and for clipping and AdamW the same after Gloo's sync; `added_to_gloo`: for the wires the same by
+plain Gloo. `times`: the peer's step by the way's. Before anything is timed the results are checked:
+without wires ours must be the rank-ordered mean of the ranks' gradients bit for bit, a compressed
+one within its wire's error, the parameters after AdamW those of torch's on the mean; and the same
+on all ranks. One row a model goes to benchmarks/results/ddp_step.jsonl.
 """
 
 import argparse
