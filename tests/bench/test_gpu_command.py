@@ -37,7 +37,7 @@ def dry_run(folder, part, *options):
     return [each["stage"] for each in found]
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", stages.STAGES, ids=lambda stage: stage.name)
 def test_a_stage_of_the_dry_run(tmp_path, stage):
     """Every stage's own program is executed: none runs for the first time on a GPU."""
