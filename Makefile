@@ -38,7 +38,6 @@ test: lint mpi
 	$(LIMITED) $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 thorough: setup
-	$(PIP) install --quiet "torch==$(TORCH)" $$($(BIN)/python -c '$(REQUIREMENTS)' integrations) || echo "thorough: the frameworks' tests are skipped"
 	failed=0; \
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m thorough || failed=1; \
 	$(MAKE) matrix || failed=1; \

@@ -1,21 +1,18 @@
-"""What needs hardware, which sampled tests run, and stack dumps when the test process itself crashes."""
+"""What needs hardware, the order of the files, and stack dumps when the test process itself crashes."""
 
 from __future__ import annotations
 
-import collections
 import faulthandler
 import functools
 import os
 import signal
-import subprocess
-import zlib
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 # Folders with files that take a minute: where files run side by side, none of these is left alone at the end.
-LONG = ("sanitize", "examples", "bench", "launch", "elastic", "streams")
+LONG = ("examples", "bench", "launch", "elastic", "gpu", "kernels")
 
 # torch's store looks up the names of all who connect: without a name server that takes 5 to 10 s now and then.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -40,41 +37,9 @@ def pytest_configure(config):
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--sample-of",
-        metavar="COMMIT",
-        default=head(),
-        help="the commit whose hash chooses which of the tests marked sampled aren't thorough (default: HEAD)",
-    )
-
-
-def head() -> str:
-    """The hash of the tree's commit; "none" outside of git."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "none"
-    return done.stdout.strip() or "none"
-
-
-def pytest_report_header(config):
-    return f"sampled tests: those that commit {config.getoption('sample_of')} chooses; the others are thorough"
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Mark the sampled tests that weren't chosen as thorough, before pytest deselects. The longest files go first."""
-    commit = config.getoption("sample_of")
-    places = collections.Counter()  # function -> how many of its tests came before
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        sampled = item.get_closest_marker("sampled")
-        if sampled:
-            first = zlib.crc32(f"{commit} {function}".encode())
-            if (first + places[function]) % sampled.kwargs["one_in"]:  # every so many-th of a function's tests
-                item.add_marker(pytest.mark.thorough)
-            places[function] += 1
+def pytest_collection_modifyitems(items):
+    """The longest files go first."""
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in LONG)
 
 

@@ -384,7 +384,6 @@ def auto(*words, **variables):
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.sampled(one_in=2)
 def test_a_program_is_run_as_python_runs_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -442,14 +441,12 @@ def started(tmp_path, other, **variables):
     return sorted(line for line in out.splitlines() if line.startswith("rank")), err
 
 
-@pytest.mark.sampled(one_in=2)
 def test_processes_that_the_program_starts_have_it_too(tmp_path):
     out, err = started(tmp_path, {})
     assert out == ["rank 0 True True", "rank 1 True True"]
     assert "without collectives.auto" not in err and err.count("with fused_allreduce") == 2
 
 
-@pytest.mark.sampled(one_in=2)
 def test_a_rank_without_it_is_named_and_plain_ddp_stays(tmp_path):
     out, err = started(tmp_path, {"COLLECTIVES_AUTO_CHILDREN": "elsewhere"})
     assert out == ["rank 0 True True", "rank 1 False True"]

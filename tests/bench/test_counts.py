@@ -32,7 +32,7 @@ def test_some_ways():
     check(EVERY_TIME)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.thorough
 def test_all_ways():
     found = check([])
     assert counts.page(found, counts.PAGE.read_text()) == counts.PAGE.read_text()

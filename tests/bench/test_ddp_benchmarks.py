@@ -43,7 +43,6 @@ def rows_of(runs, start):
     return found["rows"]
 
 
-@pytest.mark.sampled(one_in=3)
 def test_step(runs):
     (row,) = rows_of(runs, "step")
     assert row["model"] == "3xLinear128" and row["gradient_bytes"] == 198144 and row["steps"] >= 3

@@ -13,7 +13,7 @@ import pytest
 from tests.streams.simulated import needs_simulation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-pytestmark = [needs_simulation, pytest.mark.sampled(one_in=3)]
+pytestmark = [needs_simulation, pytest.mark.thorough]
 
 
 def host_time(*options):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(fsdp2._protocol is None, reason="this torch has 
 STEP = "step --models 3xLinear128 --rounds 1 --turn-seconds 0.01 --ways"
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_steps_and_memory(tmp_path):
     lines = [
         f"{STEP} asked fsdp2_ours ours_shard_optimizer ours_no_shard",

@@ -54,7 +54,6 @@ def count_launches(ctx):
 
 
 @pytest.mark.parametrize("device", ["host", pytest.param("simulated", marks=needs_simulation)])
-@pytest.mark.sampled(one_in=3)
 def test_launches_do_not_grow_with_the_ranks(device):
     how = {} if device == "host" else {"device": device}
     two, four = (run_ranks(count_launches, ranks, **how)[0] for ranks in (2, 4))

@@ -129,7 +129,6 @@ def matrix(ctx, algorithm):
     return found
 
 
-@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(("engine", "n"), WORLDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_matrix(algorithm, engine, n):

@@ -116,7 +116,6 @@ def same_as_ordinary(ctx):
     return found
 
 
-@pytest.mark.sampled(one_in=3)
 def test_same_as_ordinary_memory():
     check(same_as_ordinary, "host", 3)
 

@@ -49,12 +49,12 @@ def assert_close(ours, plain):
 @pytest.mark.parametrize(
     "mode, ranks, hook",
     [
-        *((mode, ranks, "torch") for mode in MODES for ranks in (2, 3)),
+        *((mode, 2, "torch") for mode in MODES),
+        ("unused parameters", 3, "torch"),
         ("default", 2, "alone"),
         ("bucket views", 3, "alone"),
     ],
 )
-@pytest.mark.sampled(one_in=2)
 def test_gradients_are_those_of_plain_ddp(tmp_path, mode, ranks, hook):
     ours = run(trained, ranks, tmp_path / "ours", hook, MODES[mode])
     plain = run(trained, ranks, tmp_path / "plain", "plain", MODES[mode])
@@ -75,9 +75,8 @@ def test_no_sync_accumulates(tmp_path, bucket_views):
             assert_close(a, b)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_two_runs_are_equal_bit_for_bit(tmp_path, ranks):
-    first, second = (run(trained, ranks, tmp_path / name, "torch", {}, 20) for name in "ab")
+def test_two_runs_are_equal_bit_for_bit(tmp_path):
+    first, second = (run(trained, 3, tmp_path / name, "torch", {}, 20) for name in "ab")
     for (grads, params), (grads_again, params_again) in zip(first, second, strict=True):
         for a, b in zip([*grads, params], [*grads_again, params_again], strict=True):
             assert all(same_bits(x, y) for x, y in zip(a, b, strict=True))

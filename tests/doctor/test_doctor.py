@@ -107,7 +107,6 @@ def test_text_ends_with_the_lines_that_fix():
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 
-@pytest.mark.sampled(one_in=3)
 def test_a_launchers_ranks_run_the_self_test():
     report = Report(torchrun(2, "--standalone", "-m", "collectives.doctor"))
     assert report.errors == set(), report.err
@@ -117,7 +116,7 @@ def test_a_launchers_ranks_run_the_self_test():
     assert values["launched"] and values["ranks"] == 2 and values["c10d"]
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_stray_variables_and_one_core_are_named_and_the_self_test_runs_in_spite_of_them():
     """The variables are of a launcher, and left over."""
     core = min(os.sched_getaffinity(0))
@@ -214,7 +213,7 @@ def test_few_open_files():
     assert report.findings["limits.nofile"]["remedy"].startswith("sudo prlimit --pid $$ --nofile=65536")
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.thorough
 def test_a_reader_that_has_left_is_no_traceback():
     """Of `| head`. What the environment holds may be of any bytes, whatever the terminal shows."""
     env = clean_environment(PYTHONIOENCODING="ascii", XDG_CACHE_HOME="/caf\xe9\udcff")

@@ -107,7 +107,8 @@ def memory(place):
     comm.all_reduce(t)
     assert view.float().unique().tolist() == [comm.size]
     comm.deregister(registration)
-    large = place.full(1.0, 1 << 20)  # torch's own memory
+    # Torch's own memory; on the host the ranks must share it.
+    large = comm.empty(1 << 20).fill_(1.0) if place.is_host else place.full(1.0, 1 << 20)
     registration = comm.register(large)
     works = [comm.all_reduce(large, async_op=True) for _ in range(2)]
     for work in works:

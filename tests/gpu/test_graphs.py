@@ -212,24 +212,32 @@ def offloaded(rank):
     return refusal(rank, step)
 
 
-def blocking_call(call):
-    """A call of the communicator that waits for the device."""
+def refused_call(rank, call):
+    """A call that waits for the device, of a communicator with an operation in flight."""
+    comm = rank.new_communicator()
+    work = comm.all_reduce(rank.full(1.0, 8), async_op=True)
+    text = refusal(rank, lambda: call(comm, work))
+    rank.synchronize()
+    comm.close()
+    return text
 
-    def refused(rank):
-        comm = rank.new_communicator()
-        work = comm.all_reduce(rank.full(1.0, 8), async_op=True)
-        text = refusal(rank, lambda: call(comm, work))
-        rank.synchronize()
-        comm.close()
-        return text
 
-    return refused
+def barrier(rank):
+    return refused_call(rank, lambda comm, work: comm.barrier())
+
+
+def close(rank):
+    return refused_call(rank, lambda comm, work: comm.close())
+
+
+def wait_with_a_limit(rank):
+    return refused_call(rank, lambda comm, work: work.wait(timeout=1))
 
 
 REFUSED = {
-    "a barrier": (blocking_call(lambda comm, work: comm.barrier()), "capture"),
-    "close": (blocking_call(lambda comm, work: comm.close()), "capture"),
-    "a wait with a limit": (blocking_call(lambda comm, work: work.wait(timeout=1)), "capture"),
+    "a barrier": (barrier, "capture"),
+    "close": (close, "capture"),
+    "a wait with a limit": (wait_with_a_limit, "capture"),
     "GradientBuckets' first round": (first_round, "the host"),
     "Horovod": (operation_of_horovod, "agree on the host"),
     "an optimizer's first step": (first_step_of_an_optimizer, "make a step first"),

@@ -62,7 +62,6 @@ def compiled_in_every_way(ctx):
     return found
 
 
-@pytest.mark.sampled(one_in=3)
 def test_compiled_models_get_the_same_gradients(tmp_path):
     for found in run(compiled_in_every_way, 2, tmp_path / "store", timeout=240):
         assert len(found) == 5

@@ -271,7 +271,6 @@ def expected(size, case):
 
 @pytest.mark.parametrize("case, ranks", [*((case, 2) for case in CASES), ("plain", 3)])
 @pytest.mark.parametrize("name", FRONT_ENDS)
-@pytest.mark.sampled(one_in=2)
 def test_front_end(name, case, ranks):
     results = [found[case] for found in results_of(name, ranks)]
     wanted, wanted_norms, scale = expected(ranks, case)

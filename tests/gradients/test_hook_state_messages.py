@@ -60,7 +60,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(one_in=2)  # six Pythons that import torch
+@pytest.mark.thorough
 def test_a_state_that_nothing_used_is_warned_of_once_at_exit():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     begun = {

@@ -79,8 +79,7 @@ def resumed(ctx, wire, stops, collects=False, keeps=False, shared=False):
     return seen, kept
 
 
-@pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("wire, shared", [("int8", False), ("bf16", False), ("int8", True)])
+@pytest.mark.parametrize("wire, shared", [("int8", False), ("int8", True)])
 def test_two_models_with_equal_names_go_on(tmp_path, wire, shared):
     whole = run(resumed, 2, tmp_path / "whole", wire, False, False, False, shared)
     assert all(map(torch.equal, whole[0][0], whole[1][0]))
