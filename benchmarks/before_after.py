@@ -56,7 +56,7 @@ def times_of(row):
 
 def run(name, checkout, folder):
     """Run a benchmark of a checkout; return its times."""
-    output = Path(folder, f"{name}.json")
+    output = Path(folder, f"{name}.jsonl")
     output.unlink(missing_ok=True)
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [sys.executable, *COMMANDS[name].split(), str(output)]
@@ -64,8 +64,7 @@ def run(name, checkout, folder):
     if not output.exists():
         raise SystemExit(f"{name} of {checkout} wrote no rows:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     times = {}
-    text = output.read_text()
-    rows = json.loads(text)["rows"] if name == "all_reduce" else [json.loads(line) for line in text.splitlines()]
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
     for row in rows:
         times.update(times_of(row))
     return times
