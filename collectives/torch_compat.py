@@ -39,7 +39,6 @@ __all__ = [
     "open_process_groups",
     "premul_sum",
     "reset_group_names",
-    "sequence_number",
     "storage_use_count",
     "top_saved_tensors_hooks",
     "tree_flatten",
@@ -154,17 +153,6 @@ def premul_sum(factor):
     return dist._make_nccl_premul_sum(factor)
 
 
-def sequence_number(group) -> int:
-    """Return how many collectives this rank has started on a group.
-
-    It is -1 where the group's backend doesn't count.
-    """
-    try:
-        return group._get_sequence_number_for_group()
-    except RuntimeError:
-        return -1
-
-
 def fsdp_collectives():
     """Return the module with FSDP2's interfaces AllGather and ReduceScatter, or None. Since 2.9."""
     try:
@@ -186,7 +174,7 @@ def fsdp_state_class() -> type:
 ATTRIBUTES = {
     "torch.nn.parallel.DistributedDataParallel": (
         "_join_config", "_divide_by_initial_world_size", "_comm_hooks", "_use_python_reducer",
-        "_delay_all_reduce_params", "_ddp_init_helper",
+        "_delay_all_reduce_params", "_ddp_init_helper", "_get_ddp_logging_data",
     ),
     "torch.distributed.Reducer": ("_rebuild_buckets",),
     "torch.amp.GradScaler": ("_scale", "_per_optimizer_states", "_unscale_grads_"),

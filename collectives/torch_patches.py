@@ -22,7 +22,7 @@ hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimiz
 `patch_total_norm` also changes functions that a program has imported by name before: torch's
 ``get_total_norm`` is a wrapper, and the function that it wraps, a variable of its closure, is
 exchanged. With the attribute alone such a program would clip by one rank's norm, a different one on
-each rank. `collectives.auto.install` makes its changes to ``DistributedDataParallel`` with
+each rank. `collectives.auto` makes its changes to ``DistributedDataParallel`` with
 `patch_attribute`, when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing

@@ -9,11 +9,10 @@ Synthetic data and a step of SGD, as in the benchmarks of Horovod and others: wh
 computation and gradients, not the reading of data. Any launcher, CPU or GPUs (NCCL then). `hook` is
 on our DistributedDataParallel, whose gradients are views of its buckets; `plain` and `auto` are
 torch's, with its own defaults. Blocks of steps are made in turn in one run; a block's time is that
-of the slowest rank; the median block counts, and the first steps of each way don't: `auto` takes 28
-to choose between plain DDP and our hook. After the timing all ways are given the same parameters
-and the same batches, and their gradients compared. The last line on stdout is one JSON object,
-which `--json FILE` also appends to a file; the exit status is 1 if the ways' gradients or the
-ranks' parameters differ.
+of the slowest rank; the median block counts, and the first steps of each way don't. After the
+timing all ways are given the same parameters and the same batches, and their gradients compared.
+The last line on stdout is one JSON object, which `--json FILE` also appends to a file; the exit
+status is 1 if the ways' gradients or the ranks' parameters differ.
 """
 
 import argparse
@@ -37,9 +36,6 @@ import collectives.auto
 from collectives.bench.provenance import where_and_when
 
 WAYS = ("plain", "hook", "auto")
-# 13 backwards of plain DDP, one that is checked, 13 with our hook; the next one decides:
-# docs/reference/ddp.md.
-AUTO_STEPS = 28
 # Largest difference of two ways' gradients, by the norm of all. fp32: sums in another order, and
 # the convolutions of a GPU, which add in no order. bf16: 2**-8 a rounding, of activations that such
 # a difference has moved.
@@ -119,10 +115,8 @@ class Sequences:
 # ---- The ways.
 
 
-class Verdict(logging.Handler):
-    """What rank 0's `collectives.auto` has said of a model: which of the two it stays with, and
-    why.
-    """
+class AutoLog(logging.Handler):
+    """What `collectives.auto` has said on rank 0 of the model whose first forward was the last."""
 
     def __init__(self):
         super().__init__()
@@ -189,10 +183,9 @@ class Way:
 
 def time_in_turn(ways, arguments, comm):
     """Fill each way's seconds a block, the slowest rank's."""
-    warm_up = {way.name: max(arguments.warm_up, AUTO_STEPS * (way.name == "auto")) for way in ways}
-    with jobs.progress(comm, "warm-up", sum(warm_up.values())) as bar:
+    with jobs.progress(comm, "warm-up", len(ways) * arguments.warm_up) as bar:
         for way in ways:
-            for _ in range(warm_up[way.name]):
+            for _ in range(arguments.warm_up):
                 way.steps(1)
                 bar.update()
     with jobs.progress(comm, "timed", arguments.blocks * len(ways) * arguments.steps) as bar:
@@ -244,7 +237,7 @@ def train(arguments, comm):
     """Time all ways in turn and compare them; return the result, and whether it succeeded."""
     device = torch.device(comm.device)
     torch.manual_seed(arguments.seed)
-    verdict = Verdict()
+    log = AutoLog()
     kind = Pictures if arguments.model == "resnet50" else Sequences
     task = kind(arguments, device)
     torch.manual_seed(arguments.seed + 1 + comm.rank)  # the same model, and a batch of each rank's own
@@ -293,7 +286,7 @@ def train(arguments, comm):
         result["by_plain"] = {name: round(rate / medians["plain"], 3) for name, rate in medians.items()}
     if comm.rank == 0:
         if "auto" in medians:
-            result["auto"] = verdict.text or "one rank: nothing to reduce"
+            result["auto"] = log.text or "one rank: nothing to reduce"
         if device.type == "cuda":
             result["gpu"] = torch.cuda.get_device_name(device)
         for way in ways:

@@ -1,4 +1,4 @@
-"""``collectives.auto``: what it registers and when, what it falls back to; gradients stay those of plain DDP."""
+"""``collectives.auto``: on which DDP objects it registers the hook, on all ranks or on none, and what it says."""
 
 import contextlib
 import gc
@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,75 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from collectives.auto.check import count_different, error_bound
-from collectives.auto.settings import read_settings
-from collectives.errors import InvalidArgument, InvalidUsage, TransportError
-from collectives.layout import WIRE_FORMATS
+from collectives.auto import read_settings
+from collectives.errors import EngineUnavailable, InvalidArgument, InvalidUsage
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
-from tests.launching import free_port
+from tests.launching import clean_environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# ---- Settings and bounds, with no process.
-
-
-def test_settings_come_from_variables():
-    assert read_settings({}) == {}
-    assert read_settings({"COLLECTIVES_AUTO": "0", "COLLECTIVES_WIRE": "bf16"}) is None
-    assert read_settings({"COLLECTIVES_AUTO": "1", "COLLECTIVES_BLOCK": ""}) == {}
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [("AUTO", "yes"), ("WIRE", "int9"), ("STREAMS", "0"), ("BLOCK", "200"), ("ERROR_FEEDBACK", "2")]
-    + [("STOCHASTIC_ROUNDING", "on")],
-)
-def test_a_wrong_value_names_its_variable(name, value):
-    with pytest.raises(InvalidArgument, match=f"COLLECTIVES_{name}.*{value}"):
-        read_settings({f"COLLECTIVES_{name}": value})
-
-
-def quantized(values, format):
-    """Round to a wire format in fp64, in blocks of 256 with their own scales."""
-    if format in ("fp16", "bf16"):
-        return values.to(torch.float16 if format == "fp16" else torch.bfloat16).float()
-    blocks = values.view(-1, 256).double()
-    scale = (blocks.abs().amax(1, keepdim=True) / WIRE_FORMATS[format].limit).clamp_min(1e-30)
-    if format == "int8":
-        rounded = (blocks / scale).round()
-    else:
-        rounded = (blocks / scale).to(torch.float8_e4m3fn if "e4m3" in format else torch.float8_e5m2).double()
-    return (rounded * scale).flatten().float()
-
-
-@pytest.mark.parametrize("format", ["fp32", *WIRE_FORMATS])
-def test_bounds_take_rounding_and_nothing_more(format):
-    torch.manual_seed(1)
-    gradients = [torch.randn(4096) * 10.0 ** torch.randint(-4, 3, (4096,)) for _ in range(3)]
-    settings = {"wire": format}
-    bound = sum(error_bound(gradient, settings, 3) for gradient in gradients) / 3
-    reference = sum(gradient / 3 for gradient in gradients)
-    if format == "fp32":
-        ours = (gradients[2] + gradients[1] + gradients[0]) / 3
-    else:
-        ours = quantized(sum(quantized(gradient, format) for gradient in gradients) / 3, format)
-    assert not torch.equal(ours, reference)
-    assert count_different(ours, reference, bound, settings) == 0
-    largest = reference.abs().argmax()
-    ours[largest] *= {"fp32": 1 + 1e-5, "bf16": 1.03, "fp16": 1.003, "int8": 1.03}.get(format, 1.6)
-    assert count_different(ours, reference, bound, settings) == 1
-    ours[largest] = float("nan")
-    assert count_different(ours, reference, bound, settings) == 1
-
-
-def test_bounds_let_an_overflow_through_but_not_hide():
-    gradient = torch.tensor([1.0, float("inf"), 2.0])
-    bound = error_bound(gradient, {}, 2)
-    assert count_different(gradient, gradient, bound, {}) == 0
-    assert count_different(torch.tensor([1.0, 3.0, 2.0]), gradient, bound, {}) == 1
-
-
-# ---- Models of one program, on two ranks.
 
 
 class Lines(logging.Handler):
@@ -104,167 +42,114 @@ class Lines(logging.Handler):
         return lines
 
 
-def trained(ctx, ddp, whole, steps=14, accumulate=1, solo=False, each=None):
-    """Train DDP and, on this rank alone, a model with all ranks' batches; give how far apart they end."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, whole)]
-    for step in range(steps):
-        if each is not None:
-            each(step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for part in range(accumulate):
-            ddp.module.step = whole.step = step  # what Branches goes by
-            with ddp.no_sync() if part < accumulate - 1 else contextlib.nullcontext():
-                (loss_of(ddp, step * accumulate + part, ctx.rank) / accumulate).backward()
-            for rank in range(ctx.size):
-                whole.step = step
-                (loss_of(whole, step * accumulate + part, rank) / accumulate / ctx.size).backward()
-        if solo and ctx.rank == 0:
-            loss_of(ddp, step, 0)  # a forward that the others don't run, with no backward
-        for optimizer in optimizers:
-            optimizer.step()
-    pairs = zip(ddp.parameters(), whole.parameters(), strict=True)
-    return max((a - b).abs().max().item() for a, b in pairs)
+def hook_of(ddp) -> str:
+    return ddp._get_ddp_logging_data().get("comm_hook") or ""
 
 
-def medians(plain, ours):
-    """Time that was measured, as this rank has it."""
-    return mock.patch("collectives.auto.model.Model._median", lambda self, kind: plain if kind == "plain" else ours)
+def users_hook(group, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 class Program:
-    """Models of one program on this rank: ``found`` has how far each ended from plain DDP, and its log, by name."""
+    """Models of one program on this rank: ``found`` has how far each ended from plain DDP, its hook, and its log."""
 
     def __init__(self, ctx):
         self.ctx, self.log, self.found = ctx, Lines(), {}
 
-    def scenario(self, name, options=None, module=make_model, **how):
-        ddp = wrap(module(), "plain", **(options or {}))
-        self.found[name] = [trained(self.ctx, ddp, module(), **how), self.log.take()]
+    def train(self, name, options=None, module=make_model, prepare=None, steps=4, accumulate=1, around=None):
+        """Train a DDP model and, on this rank alone, one with all ranks' batches."""
+        ctx = self.ctx
+        ddp, alone = wrap(module(), "plain", **(options or {})), module()
+        if prepare is not None:
+            prepare(ddp)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ddp, alone)]
+        with around(ddp) if around is not None else contextlib.nullcontext():
+            for step in range(steps):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for part in range(accumulate):
+                    number = step * accumulate + part
+                    ddp.module.step = alone.step = step  # what Branches goes by
+                    with ddp.no_sync() if part < accumulate - 1 else contextlib.nullcontext():
+                        (loss_of(ddp, number, ctx.rank) / accumulate).backward()
+                    for rank in range(ctx.size):
+                        alone.step = step
+                        (loss_of(alone, number, rank) / accumulate / ctx.size).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+        apart = max((a - b).abs().max().item() for a, b in pairs)
+        self.found[name] = apart, hook_of(ddp), self.log.take()
         return ddp
 
 
-def chosen_by_time(program):
-    """The faster way stays, by times that are made up."""
-    with medians((2.0, 1.0)[program.ctx.rank], (1.0, 1.5)[program.ctx.rank]):  # 2 and 1.5 on the slower rank
-        group = dist.new_group([0, 1])
-        program.scenario("ours", {"process_group": group}, solo=True)
-        program.scenario("views", {"gradient_as_bucket_view": True}, accumulate=2, steps=13)
-        program.scenario("static", {"static_graph": True})
-        program.scenario("unused", {"find_unused_parameters": True}, module=Branches)
-    with medians(1.0, 1.01):
-        program.scenario("margin")
-    with medians(1.0, 1.1):
-        program.scenario("plain")
-
-
-def measured(program):
-    """Times that are measured, and what a saved model holds."""
-    from collectives.auto import model
-
-    times = []
-    decide = model.Model._decide
-
-    def look(self, device):
-        times.extend(self._median(kind) for kind in ("plain", "ours"))
-        times.append(len(self._times["plain"]))
-        decide(self, device)
-
-    with mock.patch.object(model.Model, "_decide", look):
-        ddp = program.scenario("measured")
-    program.found["times"] = times
-    saved = io.BytesIO()
-    torch.save(ddp, saved)
-    program.found["saved"] = b"collectives" not in saved.getvalue()
-
-
-def failing(program):
-    """A hook that gives other values, one that raises, and no engine."""
-    from collectives.auto import trial
-
-    ctx, real = program.ctx, trial.fused_allreduce
-
-    def differs_on_rank_1(state, bucket):
-        future = real(state, bucket)
-        if bucket.is_last() and ctx.rank == 1:
-            bucket.buffer()[0] += 0.01
-        return future
-
-    def raises_on_rank_0(state, bucket):
-        if bucket.index() == 1 and ctx.rank == 0:
-            raise TransportError("the cable is out")
-        return real(state, bucket)
-
-    for name, wrong in (("differs", differs_on_rank_1), ("raises", raises_on_rank_0)):
-        with mock.patch.object(trial, "fused_allreduce", wrong):
-            program.scenario(name)
-    with mock.patch("collectives.auto.model.get_engine", mock.Mock(side_effect=InvalidUsage("none here"))):
-        program.scenario("no engine")
+def registered(program):
+    """Objects of several kinds, all with the hook."""
+    program.train("plain")
+    program.train("subgroup", {"process_group": dist.new_group([0, 1])})
+    program.train("views", {"gradient_as_bucket_view": True}, accumulate=2)
+    program.train("static", {"static_graph": True})
+    program.train("unused", {"find_unused_parameters": True}, module=Branches)
+    program.train("joined", around=lambda ddp: ddp.join())
+    program.train("solo", prepare=lambda ddp: program.ctx.rank == 0 and loss_of(ddp, 0, 0))  # a forward of one rank's
 
 
 def left_alone(program):
-    """Models with a hook of the user's own, and models that are to be left alone."""
+    """Objects on which it isn't registered, where all ranks or one of them have a reason."""
     import collectives.auto
 
-    ctx, log, found = program.ctx, program.log, program.found
-    calls = []
-
-    def users_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        calls.append(state)
-        work = dist.all_reduce(bucket.buffer().div_(ctx.size), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    for name, at in (("user's first", 0), ("user's early", 3), ("user's late", 10)):
-        ddp = wrap(make_model(), "plain")
-        register = lambda step, at=at, ddp=ddp: step == at and ddp.register_comm_hook("mine", users_hook)  # noqa: E731
-        calls.clear()
-        found[name] = [trained(ctx, ddp, make_model(), each=register), log.take(), len(calls), set(calls)]
-        with pytest.raises(RuntimeError, match="can only be called once"):
-            ddp.register_comm_hook(None, users_hook)
-
-    for name, at in (("asked first", 0), ("asked early", 3)):
-        ddp = wrap(make_model(), "plain")
-        ask = lambda step, at=at, ddp=ddp: step == at and collectives.auto.leave_alone(ddp)  # noqa: E731
-        found[name] = [trained(ctx, ddp, make_model(), each=ask), log.take()]
-        ddp.register_comm_hook("mine", users_hook)  # there was none
-
-
-def skewed(program):
-    """A rank that has counted another number of backwards."""
-
-    with mock.patch.dict(os.environ, COLLECTIVES_AUTO_TIMEOUT="1"):
-        ddp = wrap(make_model(), "plain")
-        ddp(torch.zeros(1, 12))  # observed from now on
-        sys.modules["collectives.auto.install"]._models[ddp]._backwards += program.ctx.rank  # one has counted wrong
-        program.found["skewed"] = [trained(program.ctx, ddp, make_model()), program.log.take()]
+    rank = program.ctx.rank
+    register = lambda ddp: ddp.register_comm_hook(dist.group.WORLD, users_hook)  # noqa: E731
+    program.train("user's hook", prepare=register)
+    program.train("user's hook on rank 1", prepare=lambda ddp: rank == 1 and register(ddp))
+    program.train("user's hook on rank 0", prepare=lambda ddp: rank == 0 and register(ddp))
+    program.train("asked", prepare=collectives.auto.leave_alone)
+    program.train("asked on rank 1", prepare=lambda ddp: rank == 1 and collectives.auto.leave_alone(ddp))
+    program.train("divided", around=lambda ddp: ddp.join(divide_by_initial_world_size=False))
+    with mock.patch.object(collectives.auto, "get_engine", mock.Mock(side_effect=EngineUnavailable("none"))):
+        program.train("no engine")
+    with mock.patch.dict(collectives.auto._settings, {"wire": "bf16"} if rank == 1 else {}):
+        program.train("settings")
+    with mock.patch.object(collectives.auto, "_SLOW_S", 1.0):
+        program.train("late", prepare=lambda ddp: rank == 1 and time.sleep(2.5))
+    for name, module, options in (
+        ("sparse", nn.Embedding(4, 3, sparse=True), {}),
+        ("mixed", nn.Linear(4, 3), {"mixed_precision": mixed_precision()}),
+    ):
+        ddp = wrap(module, "plain", **options)
+        with contextlib.suppress(RuntimeError):  # mixed precision needs CUDA
+            ddp(torch.zeros(1, 4, dtype=torch.long if name == "sparse" else None))
+        program.found[name] = 0, "", program.log.take()
 
 
-def joined_and_sparse(program):
-    """DDP's join, and sparse gradients."""
+def mixed_precision():
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    return _MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def afterwards(program):
+    """What comes after the hook was registered."""
     import collectives.auto
 
-    ddp = program.scenario("joined")
-    with pytest.raises(InvalidUsage, match="registered its hook"):
+    ddp = program.train("saved")
+    with pytest.raises(InvalidUsage, match="registered fused_allreduce"):
         collectives.auto.leave_alone(ddp)
-    with ddp.join():
-        for step in range(1 + program.ctx.rank):
-            ddp.zero_grad()
-            loss_of(ddp, step, program.ctx.rank).backward()
-    with pytest.raises(InvalidUsage, match="COLLECTIVES_AUTO=0"):
-        ddp.join(divide_by_initial_world_size=False).__enter__()
-    ddp = wrap(nn.Embedding(4, 3, sparse=True), "plain")
-    ddp(torch.zeros(1, dtype=torch.long))
-    program.found["sparse"] = program.log.take()
+    with pytest.raises(InvalidUsage, match="register yours before the first forward"):
+        ddp.register_comm_hook(dist.group.WORLD, users_hook)
+    saved = io.BytesIO()
+    torch.save(ddp, saved)
+    saved.seek(0)
+    program.found["loaded"] = list(torch.load(saved, weights_only=False).state_dict()) == list(ddp.state_dict())
 
 
 @over_gloo
 def whole_program(ctx):
     import collectives.auto  # noqa: F401
-    from collectives.auto import model
 
     program = Program(ctx)
-    model._WARMUP, model._TIMED = 2, 3
-    for part in (chosen_by_time, measured, failing, left_alone, skewed, joined_and_sparse):
+    for part in (registered, left_alone, afterwards):
         part(program)
     gc.collect()
     return program.found
@@ -275,185 +160,186 @@ def program(tmp_path_factory):
     return run(whole_program, 2, tmp_path_factory.mktemp("auto") / "store", fresh=True, timeout=240)
 
 
-ALL = ["ours", "views", "static", "unused", "margin", "plain", "measured", "differs", "raises", "no engine", "skewed"]
-ALL += ["user's first", "user's early", "user's late", "joined", "asked early"]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_model_is_that_of_plain_ddp(program, name):
-    for found in program:
-        assert found[name][0] < 2e-6
-    assert len(program[0][name][1]) == 1  # one line
-
-
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("ours", "2e+03 ms a backward with plain DDP, 1.5e+03 ms with fused_allreduce (1.33 times as fast): fused_a"),
-        ("views", "(1.33 times as fast): fused_allreduce stays"),
-        ("static", "fused_allreduce stays"),
-        ("unused", "fused_allreduce stays"),
-        ("margin", "fused_allreduce stays"),
-        ("plain", "1e+03 ms a backward with plain DDP, 1.1e+03 ms with fused_allreduce: plain DDP stays"),
-        ("measured", "ms with fused_allreduce"),
-        ("user's first", "left alone: it has a hook of its own"),
-        ("user's early", "left alone: it has a hook of its own"),
-        ("asked early", "left alone: leave_alone() was called"),
-    ],
-)
-def test_rank_0_logs_the_outcome(program, name, text):
-    (line,) = program[0][name][1]
-    assert line.startswith("INFO DistributedDataParallel(") and text in line
-    assert program[1][name][1] == []
+@pytest.mark.parametrize("name", ["plain", "subgroup", "views", "static", "unused", "joined", "solo", "saved"])
+def test_the_hook_is_registered_and_gives_the_gradients_of_plain_ddp(program, name):
+    for rank, found in enumerate(program):
+        apart, hook, log = found[name]
+        assert apart < 2e-6 and hook == "fused_allreduce"
+        kind = "Branches" if name == "unused" else "Sequential"
+        assert log == [f"INFO DistributedDataParallel({kind}): fused_allreduce on 2 ranks"] * (rank == 0)
 
 
 @pytest.mark.parametrize(
-    "name, texts",
+    "name, hooks, levels, text",
     [
-        ("differs", ("(on another rank)", "(1 of its values differ from plain DDP's by more than rounding)")),
-        ("raises", ("(TransportError: the cable is out)", "RemoteError")),
-        ("no engine", ("left alone: rank 0: InvalidUsage: none here", None)),
-        ("skewed", ("left alone: not all ranks came to the same step: rank", None)),
+        ("user's hook", ("users_hook", "users_hook"), ("INFO", None), "left alone: it has a hook of its own"),
+        ("user's hook on rank 1", ("", "users_hook"), ("WARNING", None), "rank 1: it has a hook of its own"),
+        ("user's hook on rank 0", ("users_hook", ""), ("INFO", "WARNING"), "it has a hook of its own"),
+        ("asked", ("", ""), ("INFO", None), "left alone: leave_alone() was called"),
+        ("asked on rank 1", ("", ""), ("WARNING", None), "left alone: rank 1: leave_alone() was called"),
+        ("divided", ("", ""), ("INFO", None), "join() divides by the ranks that are left"),
+        ("no engine", ("", ""), ("INFO", None), "left alone: EngineUnavailable: none"),
+        ("settings", ("", ""), ("WARNING", None), "settings or models differ (wire: absent on rank 0; 'bf16' on rank"),
+        ("late", ("", ""), ("WARNING", None), "rank 1 of 2 did not come within 1 s to the first forward of this model"),
+        ("sparse", ("", ""), ("INFO", None), "left alone: it has sparse gradients"),
+        ("mixed", ("", ""), ("INFO", None), "left alone: mixed_precision registers a hook of its own"),
     ],
 )
-def test_what_goes_wrong_is_warned_of_and_plain_ddp_stays(program, name, texts):
-    for found, text in zip(program, texts, strict=True):
-        if text is None:
-            assert found[name][1] == []
-        elif text == "RemoteError":  # rank 1 may have been in the same bucket, or not yet
-            assert all(text in line for line in found[name][1])
+def test_a_model_is_left_alone_on_all_ranks(program, name, hooks, levels, text):
+    for found, expected, level in zip(program, hooks, levels, strict=True):
+        apart, hook, log = found[name]
+        assert hook == expected
+        if name != "divided":  # by the number of ranks that are left: the same while none has joined
+            assert apart < 2e-6
+        if level is None:
+            assert log == []
         else:
-            (line,) = found[name][1]
-            assert line.startswith("WARNING") and text in line
+            (line,) = log
+            assert line.startswith(f"{level} DistributedDataParallel(") and text in line
 
 
-def test_backwards_are_timed(program):
-    for found in program:
-        plain, ours, count = found["times"]
-        assert 0 < plain < 10 and 0 < ours < 10 and count == 5
+def test_a_model_with_the_hook_can_be_saved(program):
+    assert program[0]["loaded"] and program[1]["loaded"]
 
 
-def test_a_hook_of_the_user_wins(program):
-    for found in program:
-        buckets = found["user's late"][2] / 4
-        assert buckets == int(buckets) > 1
-        assert found["user's early"][2] == 11 * buckets
-        assert found["user's first"][2] == 13 * buckets + 1  # the first backward's bucket, before they are rebuilt
-        assert all(found[name][3] == {"mine"} for name in ("user's first", "user's early", "user's late"))
-    assert "takes the place of ours" in program[0]["user's late"][1][0]
-
-
-def test_a_model_that_is_to_be_left_alone_is_never_observed(program):
-    for found in program:
-        assert found["asked first"][0] < 2e-6 and found["asked first"][1] == []
-
-
-def test_a_saved_model_has_no_trace_of_it(program):
-    assert program[0]["saved"] and program[1]["saved"]
-
-
-def test_sparse_gradients_are_left_alone(program):
-    assert "left alone: it has sparse gradients" in program[0]["sparse"][0]
-
-
-# ---- python -m collectives.auto
-
+# ---- Programs.
 
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-for step in range(30):
-    model.zero_grad()
-    model(torch.ones(2, 8)).sum().backward()
-gradient = model.module.weight.grad.unique().tolist()
-print(__name__, sys.argv, sys.path[0] == os.path.dirname(__file__), gradient, flush=True)
-del model
+dist.init_process_group(os.environ.get("BACKEND", "gloo"))
+for number in range(2):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    for step in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 8) * (1 + dist.get_rank())).sum().backward()
+    gradient = model.module.weight.grad.unique().tolist()
+    hook = model._get_ddp_logging_data().get("comm_hook")
+    print(__name__, sys.argv[1:], sys.path[0] == os.path.dirname(__file__), gradient, hook, flush=True)
+    del model
 dist.barrier()
 dist.destroy_process_group()
 def fail():
     raise ZeroDivisionError("on purpose")
-fail()
+if "--fail" in sys.argv:
+    fail()
 """
 
 
-def auto(*words, **variables):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    words = [sys.executable, "-m", "collectives.auto", *words]
-    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def python(*words, **variables):
+    where = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    env = clean_environment(**{**where, **variables})
+    return subprocess.Popen(
+        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_a_program_is_run_as_python_runs_it(tmp_path):
+def start_ranks(words, **variables):
+    """Run a command on two ranks with these variables, of which some are pairs; give their (out, err, status)."""
+    port = str(free_port())
+    values = [{name: v if isinstance(v, str) else v[rank] for name, v in variables.items()} for rank in range(2)]
+    ranks = [python(*words, MASTER_PORT=port, RANK=str(rank), **values[rank]) for rank in range(2)]
+    done = [(*process.communicate(timeout=240), process.returncode) for process in ranks]
+    # torch 2.8 prints on stdout.
+    return [("".join(o for o in out.splitlines(True) if not o.startswith("[Gloo]")), *more) for out, *more in done]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "collectives"])
+def test_a_program_is_run_as_python_runs_it(tmp_path, backend):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [auto(str(script), "--flag", "7", RANK=str(rank), **where) for rank in range(2)]
-    usage, wrong = auto(), auto(str(script), COLLECTIVES_WIRE="int3")
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=240)
-        out = "".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]"))  # torch 2.8 prints there
-        assert out == f"__main__ {[str(script), '--flag', '7']} True [2.0]\n"
-        assert process.returncode == 1
+    words = ("-m", "collectives.auto", str(script), "--fail", "7")
+    for rank, (out, err, status) in enumerate(start_ranks(words, BACKEND=backend)):
+        assert out == "__main__ ['--fail', '7'] True [3.0] fused_allreduce\n" * 2
+        assert status == 1
         trace = [line.removeprefix(f"[rank{rank}]: ") for line in err[err.index("Traceback") :].splitlines()]
         assert trace[1].startswith(f'  File "{script}", line ') and "runpy" not in err
         assert trace[-1] == "ZeroDivisionError: on purpose"
-        assert ("collectives.auto: DistributedDataParallel(Linear): " in err) == (rank == 0)
+        assert err.count("collectives.auto: DistributedDataParallel(Linear): fused_allreduce on 2") == 2 * (rank == 0)
+
+
+def test_what_the_command_refuses():
+    usage = python("-m", "collectives.auto")
+    wrong = python("-m", "collectives.auto", "x.py", COLLECTIVES_WIRE="int9")
     out, err = usage.communicate(timeout=240)
     assert usage.returncode == 2 and err.startswith("usage: python -m collectives.auto SCRIPT")
     out, err = wrong.communicate(timeout=240)
-    assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE: wire must be one of" in err
+    assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE=int9: wire must be one of" in err
 
 
-# ---- Ranks without it, and processes that the program starts.
+@pytest.mark.parametrize("name, value", [("AUTO", "yes"), ("WIRE", "int9"), ("STREAMS", "0"), ("BLOCK", "200")])
+def test_a_wrong_value_names_its_variable(name, value):
+    with pytest.raises(InvalidArgument, match=f"COLLECTIVES_{name}.*{value}"):
+        read_settings({f"COLLECTIVES_{name}": value})
 
-STARTER = """
-import gc, os, subprocess, sys
+
+def test_settings_come_from_variables():
+    assert read_settings({}) == {}
+    assert read_settings({"COLLECTIVES_AUTO": "0", "COLLECTIVES_WIRE": "bf16"}) is None
+    given = {"COLLECTIVES_AUTO": "1", "COLLECTIVES_WIRE": "int8", "COLLECTIVES_BLOCK": "128", "COLLECTIVES_STREAMS": ""}
+    assert read_settings(given) == {"wire": "int8", "block": 128}
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_a_rank_without_it_is_named_within_seconds_and_plain_ddp_stays(tmp_path, other):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    off = ("0", "1") if other == 0 else ("1", "0")
+    for rank, (out, err, status) in enumerate(
+        start_ranks(("-m", "collectives.auto", str(script)), COLLECTIVES_AUTO=off)
+    ):
+        assert status == 0 and out == "__main__ [] True [3.0] None\n" * 2
+        text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: import"
+        assert err.count(text) == 2 * (rank != other)
+
+
+# ---- Programs that start the other ranks themselves.
+
+STARTERS = {
+    "subprocess": """
+import os, subprocess, sys
 if os.environ["RANK"] == "0":
-    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1", **{OTHER}})
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
-torch.manual_seed(1)
-for kwargs in ({}, {"init_sync": False}):
-    model = DistributedDataParallel(torch.nn.Linear(8, 8), **kwargs)
-    for _ in range(40):
-        model(torch.ones(2, 8)).sum().backward()
-    del model
-gc.collect()
-print("rank", dist.get_rank(), "collectives.auto" in sys.modules, "hidden" in os.environ, flush=True)
-dist.barrier()
-dist.destroy_process_group()
+    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1"})
+exec(open(os.environ["TRAIN"]).read())
+train(int(os.environ["RANK"]))
 if os.environ["RANK"] == "0":
     sys.exit(other.wait())
+""",
+    "spawn": """
+import os
+exec(open(os.environ["TRAIN"]).read())
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=2)
+""",
+}
+TRAIN = """
+import os, sys
+import torch, torch.distributed as dist
+def train(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), init_sync=False)
+    for step in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+    hook = model._get_ddp_logging_data().get("comm_hook")
+    os.write(1, f"rank {rank} {hook} {'hidden' in os.environ}\\n".encode())
+    del model
+    dist.barrier()
+    dist.destroy_process_group()
 """
 
 
-def started(tmp_path, other, **variables):
-    script = tmp_path / "starter.py"
-    script.write_text(STARTER.replace("{OTHER}", repr(other)))
+@pytest.mark.parametrize("starter", STARTERS)
+def test_processes_that_the_program_starts_have_it_too(tmp_path, starter):
+    script, train = tmp_path / "starter.py", tmp_path / "train.py"
+    script.write_text(STARTERS[starter])
+    train.write_text(TRAIN)
     (tmp_path / "sitecustomize.py").write_text('import os\nos.environ["hidden"] = "1"\n')
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    process = auto(str(script), "--flag", **{**where, "PYTHONPATH": path, **variables})
+    process = python(
+        "-m", "collectives.auto", str(script), MASTER_PORT=str(free_port()), RANK="0", PYTHONPATH=path, TRAIN=str(train)
+    )
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    return sorted(line for line in out.splitlines() if line.startswith("rank")), err
-
-
-def test_processes_that_the_program_starts_have_it_too(tmp_path):
-    out, err = started(tmp_path, {})
-    assert out == ["rank 0 True True", "rank 1 True True"]
-    assert "without collectives.auto" not in err and err.count("with fused_allreduce") == 2
-
-
-def test_a_rank_without_it_is_named_and_plain_ddp_stays(tmp_path):
-    out, err = started(tmp_path, {"COLLECTIVES_AUTO_CHILDREN": "elsewhere"})
-    assert out == ["rank 0 True True", "rank 1 False True"]
-    assert err.count("left alone: rank 1 built this object without collectives.auto: import it in") == 2
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
-def test_a_wrong_time_limit_names_its_variable(value):
-    with pytest.raises(InvalidArgument, match=f"COLLECTIVES_AUTO_TIMEOUT.*{value}"):
-        read_settings({"COLLECTIVES_AUTO_TIMEOUT": value})
+    lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 fused_allreduce True", "rank 1 fused_allreduce True"]
+    assert err.count("fused_allreduce on 2 ranks") == 1

@@ -11,7 +11,7 @@ from tests.project.test_imports import PACKAGE, ROOT, literal_all
 DOCS = ROOT / "docs"
 PUBLIC = {
     "collectives": PACKAGE / "__init__.py",
-    "collectives.auto": PACKAGE / "auto" / "__init__.py",
+    "collectives.auto": PACKAGE / "auto.py",
     "collectives.elastic": PACKAGE / "elastic" / "__init__.py",
     "collectives.elastic.sharded_state": PACKAGE / "elastic" / "sharded_state.py",  # imported at its first use
     "collectives.errors": PACKAGE / "errors.py",

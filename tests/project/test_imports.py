@@ -23,7 +23,7 @@ gradients
 ddp sharded
 elastic
 horovod backend
-auto tracing run bench doctor flight
+auto auto_children tracing run bench doctor flight
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 
