@@ -29,7 +29,6 @@ HOST = {
     14: (KERNELS.format("wire_parts"), ""),
     17: (KERNELS.format("optimizers"), "two_ulps"),
     18: ("tests/optim/test_mixed_precision.py", "grad_scaler"),
-    20: (CONFORMANCE.format("collectives"), ""),
     21: (CONFORMANCE.format("collectives"), ""),
     22: (FAULTS.format("mismatch"), ""),
     23: (CONFORMANCE.format("queues"), ""),
