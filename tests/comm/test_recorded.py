@@ -128,9 +128,16 @@ def test_several_communicators_at_once():
 # ---- Failures in the middle.
 
 
-def until_it_fails(comm, seconds=20.0):
-    """Reduce a long array until a call fails; return the error."""
-    array, end = torch.ones(20 * COUNT), time.monotonic() + seconds
+def until_it_fails(comm, event=None, seconds=20.0):
+    """Reduce a long array until a call fails; return the error.
+
+    `event`: a function that is called once the calls are under way; None on ranks without one.
+    """
+    array = torch.ones(20 * COUNT)
+    comm.all_reduce(array, "max")
+    if event is not None:
+        threading.Timer(0.3, event).start()
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             comm.all_reduce(array, "max")
@@ -145,9 +152,7 @@ def later(function, *args):
 
 def killed(ctx, victim):
     with contextlib.suppress(errors.CollectivesError), joined(ctx, "aabb") as comm:
-        if ctx.rank == victim:
-            later(os.kill, os.getpid(), signal.SIGKILL)
-        error = until_it_fails(comm)
+        error = until_it_fails(comm, partial(os.kill, os.getpid(), signal.SIGKILL) if ctx.rank == victim else None)
         comm.abort()
     return type(error).__name__, error.peers
 
@@ -163,12 +168,15 @@ def stopped(ctx):
     with joined(ctx, "aabb") as comm:
         comm.all_reduce(torch.ones(COUNT))
         comm._native.set_timeout(1.0)
-        if ctx.rank == 2:
-            goes_on = subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
-            later(os.kill, os.getpid(), signal.SIGSTOP)
-        error = until_it_fails(comm)
-        if ctx.rank == 2:
-            goes_on.wait()
+        others = []
+
+        def stop():
+            others.append(subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"]))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        error = until_it_fails(comm, stop if ctx.rank == 2 else None)
+        for process in others:
+            process.wait()
         ctx.barrier()
         comm.abort()
     return type(error).__name__, error.peers
@@ -185,9 +193,8 @@ def aborted(ctx, by_signal):
     """
     with joined(ctx, "aabb") as comm:
         before = signal.signal(signal.SIGUSR1, lambda *_: comm.abort())
-        if ctx.rank == 1:
-            later(*((os.kill, os.getpid(), signal.SIGUSR1) if by_signal else (comm.abort,)))
-        error = until_it_fails(comm)
+        abort = partial(os.kill, os.getpid(), signal.SIGUSR1) if by_signal else comm.abort
+        error = until_it_fails(comm, abort if ctx.rank == 1 else None)
         signal.signal(signal.SIGUSR1, before)
         ctx.barrier()
         comm.abort()
@@ -205,9 +212,8 @@ def interrupted(ctx):
     """Ctrl-C: this rank raises it, and the others are not left waiting."""
     with joined(ctx, "aabb") as comm:
         if ctx.rank == 2:
-            later(os.kill, os.getpid(), signal.SIGINT)
             with pytest.raises(KeyboardInterrupt):
-                until_it_fails(comm)
+                until_it_fails(comm, partial(os.kill, os.getpid(), signal.SIGINT))
             found = "KeyboardInterrupt"
         else:
             found = type(until_it_fails(comm)).__name__

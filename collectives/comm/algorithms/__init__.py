@@ -1,3 +1,3 @@
-"""Ring and direct algorithms: schedules, their execution, and the policy that selects one."""
+"""Ring and direct algorithms: schedules, their execution, and the selection of one."""
 
 __all__ = []
