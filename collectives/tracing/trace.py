@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .summary import EXPOSED, align_clocks
 
-__all__ = ["chrome_trace_lines", "row_order", "split_tracks", "write_trace"]
+__all__ = ["chrome_trace_lines", "row_order", "write_trace"]
 
 
 def write_trace(path: Path, records: list[dict]) -> None:
@@ -70,7 +70,7 @@ def _rank_events(record: dict, zero: int):
     ] + rows.pop("steps", [])
     tid = 0
     for row in sorted(rows, key=row_order):
-        for number, events in enumerate(split_tracks(rows[row]), 1):
+        for number, events in enumerate(_split_tracks(rows[row]), 1):
             tid += 1
             yield about("thread_name", tid, name=row if number == 1 else f"{row} ({number})")
             yield about("thread_sort_index", tid, sort_index=tid)
@@ -86,7 +86,7 @@ def row_order(row: str):
     return (known.index(row) if row in known else len(known), numbers)
 
 
-def split_tracks(events: list[tuple]) -> list[list[tuple]]:
+def _split_tracks(events: list[tuple]) -> list[list[tuple]]:
     """Split a row's events into tracks in which events nest: a viewer can't show a partial overlap
     in one track.
     """
