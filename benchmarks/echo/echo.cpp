@@ -97,18 +97,6 @@ ncclResult_t ncclSend(const void*, size_t n, ncclDataType_t t, int, ncclComm_t c
   return ncclSuccess;
 }
 ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclSuccess; }
-ncclResult_t ncclAllReduceConfig(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t q,
-                                 const ncclCollConfig_t*) {
-  return ncclAllReduce(s, r, n, t, op, c, q);
-}
-ncclResult_t ncclReduceScatterConfig(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
-                                     cudaStream_t q, const ncclCollConfig_t*) {
-  return ncclReduceScatter(s, r, n, t, op, c, q);
-}
-ncclResult_t ncclAllGatherConfig(const void* s, void* r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t q,
-                                 const ncclCollConfig_t*) {
-  return ncclAllGather(s, r, n, t, c, q);
-}
 ncclResult_t ncclGroupStart(void) { return ncclSuccess; }
 ncclResult_t ncclGroupEnd(void) { return ncclSuccess; }
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void*, ncclDataType_t, ncclScalarResidence_t, ncclComm_t) {
