@@ -166,7 +166,10 @@ def unregister_group_backend(name: str, backend) -> None:
 
 def find_group_backend(group):
     """Return the registered backend of a process group, else None."""
-    return _backends.get(getattr(group, "group_name", None))
+    try:
+        return _backends.get(group.group_name)
+    except (AttributeError, RuntimeError):  # no group; torch raises the second for a group that was given no name
+        return None
 
 
 def _find_backend(group, device: torch.device):
