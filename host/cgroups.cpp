@@ -1,5 +1,4 @@
-// Control groups of this process. collectives/doctor/cgroups.py follows the same rules, and
-// tests/faults/test_memory_limits.py compares the two.
+// Control groups of this process.
 #include "cgroups.h"
 
 #include <stddef.h>

@@ -14,10 +14,8 @@
 #include "cgroups.h"
 
 namespace coll {
-namespace {
 
-// Bytes that can still be had: the kernel would kill a process rather than refuse pages of shared
-// memory.
+// The kernel would kill a process rather than refuse pages of shared memory.
 uint64_t available_memory() {
   uint64_t available = UINT64_MAX;
   if (FILE* f = fopen("/proc/meminfo", "re")) {
@@ -35,8 +33,6 @@ uint64_t available_memory() {
   static const auto* groups = new std::vector<std::string>(memory_groups(""));
   return std::min(available, room_in(*groups));
 }
-
-}  // namespace
 
 Error no_memory(const char* label, size_t nbytes, const std::string& why) {
   Error error = make_error(collHostErrorMemory, format("%s: could not get %s of shared memory: %s", label,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include <string>
 
@@ -11,6 +12,8 @@
 namespace coll {
 
 Error no_memory(const char* label, size_t nbytes, const std::string& why);
+// The bytes that can still be had: those of collHostFreeMemory.
+uint64_t available_memory();
 // Whether so many bytes can still be had. Asked first, since the system would rather kill a process
 // than refuse the pages.
 bool enough_memory(const char* label, size_t nbytes, Error* error);

@@ -1,7 +1,10 @@
 // Exported functions that query or set something.
+#include <new>
+
 #include "bootstrap.h"
 #include "comm.h"
 #include "heap.h"
+#include "memory.h"
 #include "system.h"
 
 using namespace coll;
@@ -130,6 +133,14 @@ ncclResult_t collHostGetError(ncclComm_t comm, collHostErrorInfo_t* info) {
     fill(c->broken, info);
     return ncclSuccess;
   });
+}
+
+uint64_t collHostFreeMemory(void) {
+  try {
+    return available_memory();
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
 }
 
 ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info) {

@@ -9,52 +9,47 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .cores import check_cores
-from .engine import check_engine, check_torch, start_engine_probe
-from .finding import ERROR, Finding, worst
-from .gpus import check_gpus
-from .install import check_install, check_packages, package_version
-from .launching import check_launcher, read_identity
-from .limits import check_limits
-from .memory import check_memory
+from .install import check_engine, check_install, check_torch, read_version, start_engine_probe
+from .launching import check_launcher, check_variables_set, read_identity
+from .node import check_cores, check_gpus, check_limits, check_memory
 from .probe import Outcome
-from .report import make_mask, write_json, write_text
+from .report import ERROR, Finding, find_worst, write_json, write_text
 from .self_test import RANKS, check_self_test, run_own_ranks, start_launched_rank
-from .system import check_system
-from .variables import check_environment
 
 __all__ = ["main"]
 
-_FORMAT = 1  # of the JSON; a change of a key's meaning raises it
+_FORMAT = 2  # of the JSON; a change of a key's meaning raises it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks and print the report. Returns 1 where an error was found, else 0.
 
-    ``arguments``: default ``sys.argv``'s. Under a launcher rank 0 prints; every rank takes part in
+    `arguments`: default ``sys.argv``'s. Under a launcher rank 0 prints; every rank takes part in
     the self-test, and the others return 0, since a launcher would end rank 0 for a failure.
     """
     options = _parse(arguments)
     identity = read_identity()
     launched = identity is not None and identity.size > 1
     if launched and identity.rank > 0:
-        return _follow(options, identity.rank)
+        if options.test:
+            _follow(options, identity.rank)
+        return 0
     begin = time.monotonic()
     probe = start_engine_probe()
-    ranks = RANKS if identity is None or identity.size == 1 else identity.local_size or identity.size
-    findings = [*check_install(), *check_packages()]
-    surroundings = [*check_cores(ranks), *check_memory(), *check_limits(), *check_system()]
-    surroundings += [*check_environment(), *check_launcher()]
+    ranks = (identity.local_size or identity.size) if launched else RANKS
+    install, surroundings = check_install(), [*check_variables_set(), *check_launcher()]
+    cores, limits = check_cores(ranks), check_limits()
     outcome = probe.wait()
-    install = next((each.remedy for each in findings if each.name.startswith("package.") and each.remedy), "")
-    findings += [*check_torch(outcome), *check_engine(outcome, install), *check_gpus(outcome), *surroundings]
+    remedy = next((each.remedy for each in install if each.remedy and each.name.startswith("package.")), "")
+    findings = [*install, *check_torch(outcome), *check_engine(outcome, remedy), *check_gpus(outcome), *cores]
+    findings += [*check_memory(outcome), *limits, *surroundings]
     if options.test:
         findings += _test(outcome, launched, options.timeout)
     try:
         _report(findings, options, time.monotonic() - begin)
     except BrokenPipeError:  # of `| head`, which has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python writes at its end has a place
-    return 1 if worst(findings) == ERROR else 0
+    return 1 if find_worst(findings) == ERROR else 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,7 +60,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all that was read")
     parser.add_argument("--no-test", dest="test", action="store_false", help="leave the self-test out")
-    parser.add_argument("--names", action="store_true", help="show the user's, the host's and the home folder's name")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of the self-test (default 60)")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if not 1 <= options.timeout < 1e6:
@@ -73,19 +67,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _follow(options: argparse.Namespace, rank: int) -> int:
+def _follow(options: argparse.Namespace, rank: int) -> None:
     """Take part in the self-test of rank 0's report."""
-    outcome = None
-    if options.test:
-        probe = start_engine_probe().wait()
-        if "chosen" in probe.values:
-            outcome = start_launched_rank(probe.values["chosen"], options.timeout).wait()
-        else:
-            outcome = probe
-        if outcome.error:
-            where = f"rank {rank}: {outcome.values.get('stage', 'start')}"
-            print(f"{where}: {outcome.error}\n{outcome.output}", file=sys.stderr)
-    return 0
+    outcome = start_engine_probe().wait()
+    if "chosen" in outcome.values:
+        outcome = start_launched_rank(outcome.values["chosen"], options.timeout).wait()
+    if outcome.error:
+        where = f"rank {rank}: {outcome.values.get('stage', 'start')}"
+        print(f"{where}: {outcome.error}\n{outcome.output}", file=sys.stderr)
 
 
 def _test(outcome: Outcome, launched: bool, limit: float) -> list[Finding]:
@@ -99,20 +88,18 @@ def _test(outcome: Outcome, launched: bool, limit: float) -> list[Finding]:
     if chosen == "nccl":
         ranks = min(RANKS, len(outcome.values.get("devices") or [None]))
         findings += check_self_test("nccl", run_own_ranks("nccl", ranks, limit), False)
-    host = next(each for each in outcome.values["engines"] if each["name"] == "host")
-    if host["available"]:
+    if any(each["name"] == "host" and each["available"] for each in outcome.values["engines"]):
         findings += check_self_test("host", run_own_ranks("host", RANKS, limit), False)
     return findings
 
 
 def _report(findings: list[Finding], options: argparse.Namespace, seconds: float) -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # a path or a variable may hold what this terminal can't show
-    mask = (lambda value: value) if options.names else make_mask()
     when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    version = package_version()
+    version = read_version()
     if options.json:
         header = {"format": _FORMAT, "version": version, "time": when, "seconds": round(seconds, 2)}
-        write_json(findings, header, mask, sys.stdout)
+        write_json(findings, header, sys.stdout)
     else:
-        where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, pid {os.getpid()}"
-        write_text(findings, f"collectives {version} on {where}, {when}, {seconds:.1f} s", mask, sys.stdout)
+        where = f"Python {platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
+        write_text(findings, f"collectives {version} on {where}, {when}, {seconds:.1f} s", sys.stdout)

@@ -1,4 +1,4 @@
-"""The install: Python, this package and how it was built, and the packages beside it, without importing them."""
+"""The install: Python, this package's own files, torch, and the engine that a program would use."""
 
 from __future__ import annotations
 
@@ -12,36 +12,79 @@ import re
 import shlex
 import sys
 
-from .cgroups import read_text
-from .finding import ERROR, OK, WARNING, Finding
-from .probe import PACKAGE_FOLDER
+from .probe import PACKAGE_FOLDER, Outcome, Probe
+from .report import ERROR, OK, WARNING, Finding
 
-__all__ = ["check_install", "check_packages", "package_version"]
+__all__ = ["check_engine", "check_install", "check_torch", "read_version", "start_engine_probe"]
 
 _OLDEST_PYTHON = (3, 10)
 _EXTENSIONS = ("_nccl", "_kernels")
-_PACKAGES = ("torch", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "accelerate",
-             "lightning", "transformers", "horovod")  # fmt: skip
 _LIBRARY = "_lib/libcollectives_host.so"
 _SOURCES = ("host/*.cpp", "host/*.h", "kernels/host/*", "kernels/include/coll/*")
 _CYTHON = ("*.pyx", "*.pxi", "*.pxd", "_nccl*.h")
 _TOLERANCE = 2.0  # seconds; a checkout writes all files at about the same time
+_PROBE_S = 60.0  # limit; importing torch from a cold disk is slow
+_PROGRAM = """
+import ctypes, importlib, os, warnings
+emit(stage="import torch")
+import torch
+import torch.distributed as dist
+emit(torch={
+    "version": torch.__version__, "cuda": torch.version.cuda,
+    "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
+    if dist.is_available() else [],
+})
+emit(stage="import collectives")
+import collectives
+from collectives import kernels
+from collectives.comm.engine import get_engine
+emit(stage="list the engines")
+engines = [each._asdict() for each in collectives.engines()]
+emit(engines=engines, isa=kernels.use_isa(), kernel_threads=kernels.get_num_threads())
+emit(stage="choose the engine")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        emit(chosen=get_engine().name)
+    except collectives.errors.CollectivesError as error:
+        emit(refused=str(error))
+emit(stage="ask the host engine for the free memory")
+for each in engines:
+    if each["name"] == "host" and each["available"]:
+        free = ctypes.CDLL(each["path"]).collHostFreeMemory
+        free.restype = ctypes.c_uint64
+        emit(free_memory=free())
+emit(stage="ask CUDA for its devices")
+devices, peers = [], []
+if torch.cuda.is_available():
+    count = torch.cuda.device_count()
+    devices = [torch.cuda.get_device_properties(index).name for index in range(count)]
+    peers = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+emit(devices=devices, peers=peers)
+with open("/proc/self/maps", errors="replace") as file:
+    emit(nccl_loaded=sorted({line.split()[-1] for line in file if "/libnccl.so" in line}))
+emit(stage="")
+"""
 
 
-def package_version() -> str:
+# ---- Files, by a process that imports neither torch nor an extension.
+
+
+def read_version() -> str:
     """Return this package's version, as its ``__init__`` has it."""
-    found = re.search(r'^__version__ = "(.*)"', read_text(os.path.join(PACKAGE_FOLDER, "__init__.py")) or "", re.M)
+    with open(os.path.join(PACKAGE_FOLDER, "__init__.py")) as file:
+        found = re.search(r'^__version__ = "(.*)"', file.read(), re.MULTILINE)
     return found[1] if found else "unknown"
 
 
-def _distribution_version(name: str) -> str | None:
+def _is_installed(name: str) -> bool:
     try:
-        return importlib.metadata.version(name)
+        return bool(importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return False
 
 
-def _other_copies() -> list[str]:
+def _find_other_copies() -> list[str]:
     """Return the folders of other packages of this name on ``sys.path``."""
     found = []
     for entry in sys.path:
@@ -54,11 +97,9 @@ def _other_copies() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _extension(folder: str, name: str) -> str | None:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        if os.path.exists(os.path.join(folder, name + suffix)):
-            return os.path.join(folder, name + suffix)
-    return None
+def _find_extension(folder: str, name: str) -> str | None:
+    paths = (os.path.join(folder, name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next(filter(os.path.exists, paths), None)
 
 
 def _newest(folder: str, patterns: tuple[str, ...]) -> float:
@@ -67,97 +108,150 @@ def _newest(folder: str, patterns: tuple[str, ...]) -> float:
 
 
 def check_install() -> list[Finding]:
-    """Check Python and this package's own files."""
-    values: dict = {"version": platform.python_version(), "executable": sys.executable}
-    text = f"{values['version']} ({platform.python_implementation()}), {sys.executable}"
-    python = Finding("python", OK, text, values=values)
+    """Check Python, this package's own files, and the packages that it needs."""
+    text = f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"
+    python = Finding("python", OK, text, values={"version": platform.python_version(), "executable": sys.executable})
     if sys.version_info < _OLDEST_PYTHON:
         python.status, python.remedy = WARNING, "python3.12 -m venv .venv"
         python.text += f"; the package needs {'.'.join(map(str, _OLDEST_PYTHON))} or newer"
+    findings = [python, *_check_package()]
+    for name in ("torch", "numpy"):
+        if importlib.util.find_spec(name) is None:
+            text = f"{name} is not installed for this Python"
+            findings.append(Finding(f"package.{name}", ERROR, text, f"pip install {name}"))
+    if _is_installed("nvidia-nccl-cu12") and _is_installed("nvidia-nccl-cu13"):
+        text = "nvidia-nccl-cu12 and nvidia-nccl-cu13 both write nvidia/nccl/lib/libnccl.so.2"
+        keep, other = ("cu12", "cu13") if _is_installed("cupy-cuda12x") else ("cu13", "cu12")
+        remedy = f"pip uninstall -y nvidia-nccl-{other} && pip install --force-reinstall --no-deps nvidia-nccl-{keep}"
+        findings.append(Finding("package.nccl", WARNING, text, remedy))
+    return findings
+
+
+def _check_package() -> list[Finding]:
     root = os.path.dirname(PACKAGE_FOLDER)
     checkout = os.path.isfile(os.path.join(root, "setup.py")) and os.path.isdir(os.path.join(root, "host"))
-    extensions = {name: _extension(PACKAGE_FOLDER, name) for name in _EXTENSIONS}
+    extensions = {name: _find_extension(PACKAGE_FOLDER, name) for name in _EXTENSIONS}
     override = os.environ.get("COLLECTIVES_HOST_LIBRARY", "").strip()
     library = os.path.abspath(override) if override else os.path.join(PACKAGE_FOLDER, _LIBRARY)
-    others = _other_copies()
+    others = _find_other_copies()
     values = {
-        "version": package_version(), "folder": PACKAGE_FOLDER, "checkout": checkout,
-        "installed_version": _distribution_version("collectives"), "extensions": extensions, "host_library": library,
-        "host_library_exists": os.path.isfile(library), "other_copies": others,
+        "version": read_version(), "folder": PACKAGE_FOLDER, "checkout": checkout, "extensions": extensions,
+        "host_library": library, "other_copies": others,
     }  # fmt: skip
-    kind = "a checkout" if checkout else "installed"
-    found = [
-        python,
-        *_check_current_folder(),
-        Finding("package", OK, f"collectives {values['version']}, {kind}: {PACKAGE_FOLDER}", values=values),
-    ]
-    build = f"cd {shlex.quote(root)} && python setup.py build_ext --inplace" if checkout else (
-        "pip install --force-reinstall --no-deps collectives"
-    )  # fmt: skip
+    text = f"collectives {values['version']}, {'a checkout' if checkout else 'installed'}: {PACKAGE_FOLDER}"
+    findings = [Finding("package", OK, text, values=values)]
+    reinstall = "pip install --force-reinstall --no-deps collectives"
+    build = f"cd {shlex.quote(root)} && python setup.py build_ext --inplace" if checkout else reinstall
     missing = [name for name, path in extensions.items() if path is None]
     if missing:
-        install = "pip install -e " + shlex.quote(root) if checkout else build
-        found.append(_describe_missing(missing, others, root, install))
-    if not values["host_library_exists"]:
+        install = f"pip install -e {shlex.quote(root)}" if checkout else reinstall
+        findings.append(_describe_missing(missing, others, root, install))
+    if not os.path.isfile(library):
         text = f"the host engine's library {library} is not there"
-        remedy = "unset COLLECTIVES_HOST_LIBRARY" if override else build
         if override:
             text += ": COLLECTIVES_HOST_LIBRARY names it, and no other is tried"
-        found.append(Finding("package.library", ERROR, text, remedy))
-    if checkout and not missing and values["host_library_exists"]:
-        old = [os.path.basename(path) for path in extensions.values()
-               if os.path.getmtime(path) + _TOLERANCE < _newest(PACKAGE_FOLDER, _CYTHON)]  # fmt: skip
-        if not override and os.path.getmtime(library) + _TOLERANCE < _newest(root, _SOURCES):
-            old.append(os.path.basename(library))
+        findings.append(
+            Finding("package.library", ERROR, text, "unset COLLECTIVES_HOST_LIBRARY" if override else build)
+        )
+    elif checkout and not missing:
+        built = [(path, PACKAGE_FOLDER, _CYTHON) for path in extensions.values()]
+        built += [] if override else [(library, root, _SOURCES)]
+        old = [os.path.basename(path) for path, folder, sources in built
+               if os.path.getmtime(path) + _TOLERANCE < _newest(folder, sources)]  # fmt: skip
         if old:
-            text = f"{', '.join(old)} {'is' if len(old) == 1 else 'are'} older than the sources in this checkout"
-            found.append(Finding("package.stale", WARNING, text, build))
-    if others and not missing:
-        text = f"other copies are on sys.path, and this one is imported before them: {', '.join(others)}"
-        remedy = "pip uninstall collectives" if checkout else "unset PYTHONPATH"
-        found.append(Finding("package.copies", WARNING, text, remedy))
-    return found
-
-
-def _check_current_folder() -> list[Finding]:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        text = "the current folder has been deleted: torch's libraries can't be loaded in it"
-        return [Finding("python.folder", ERROR, text, "cd /")]
-    return []
+            text = f"older than the sources in this checkout: {', '.join(old)}"
+            findings.append(Finding("package.stale", WARNING, text, build))
+    return findings
 
 
 def _describe_missing(missing: list[str], others: list[str], root: str, install: str) -> Finding:
-    names = " and ".join(f"collectives.{name}" for name in missing)
+    text = f"not built for this Python in {PACKAGE_FOLDER}: {', '.join(missing)}"
     foreign = [os.path.basename(path) for name in missing for path in glob.glob(f"{PACKAGE_FOLDER}/{name}.*.so")]
-    text = f"{names} {'is' if len(missing) == 1 else 'are'} not built for this Python in {PACKAGE_FOLDER}"
     if foreign:
-        text += f" ({', '.join(foreign)} is another Python's)"
-    built = [folder for folder in others if all(_extension(folder, name) for name in _EXTENSIONS)]
-    if built:
-        text += f". This folder hides a copy that is built: {built[0]}"
-        here = os.path.realpath(os.curdir) == os.path.realpath(root)
-        leave = "cd / && python -m collectives.doctor" if here else "unset PYTHONPATH"
-        return Finding("package.shadow", ERROR, text, leave)
-    return Finding("package.extensions", ERROR, text, install)
+        text += f" (of another Python: {', '.join(foreign)})"
+    built = [folder for folder in others if all(_find_extension(folder, name) for name in _EXTENSIONS)]
+    if not built:
+        return Finding("package.extensions", ERROR, text, install)
+    here = os.path.realpath(os.curdir) == os.path.realpath(root)
+    leave = "cd / && python -m collectives.doctor" if here else "unset PYTHONPATH"
+    return Finding("package.shadow", ERROR, f"{text}. This folder hides a copy that is built: {built[0]}", leave)
 
 
-def check_packages() -> list[Finding]:
-    """Check which packages are installed, by their metadata, and whether two bring the same library."""
-    values = {name: version for name in _PACKAGES if (version := _distribution_version(name)) is not None}
-    text = ", ".join(f"{name} {version}" for name, version in values.items()) or "none of those that are used"
-    found = [Finding("packages", OK, text, values=values)]
-    if importlib.util.find_spec("torch") is None:
-        found.append(Finding("packages.torch", ERROR, "torch is not installed for this Python", "pip install torch"))
-    if importlib.util.find_spec("numpy") is None:
-        found.append(Finding("packages.numpy", ERROR, "numpy is not installed for this Python", "pip install numpy"))
-    if {"nvidia-nccl-cu12", "nvidia-nccl-cu13"} <= set(values):
-        text = (
-            "nvidia-nccl-cu12 and nvidia-nccl-cu13 are both installed and write one file, nvidia/nccl/lib/libnccl.so.2"
+# ---- torch and the engines, by a process that imports them.
+
+
+def start_engine_probe() -> Probe:
+    """Start the process that imports torch and this package, and lists engines and GPUs."""
+    return Probe(_PROGRAM, _PROBE_S)
+
+
+def check_torch(outcome: Outcome) -> list[Finding]:
+    """Return the findings about torch. `outcome`: of the engine probe."""
+    torch = outcome.values.get("torch")
+    if torch is None:
+        text = f"torch can't be imported: {outcome.error}"
+        remedy = "pip install torch" if "No module named" in outcome.error else "pip install --force-reinstall torch"
+        return [Finding("torch", ERROR, text, remedy, {"error": outcome.error, "output": outcome.output})]
+    built = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+    text = f"{torch['version']}, {built}, backends {', '.join(torch['backends']) or 'none'}"
+    if not torch["backends"]:
+        text += ": torch.distributed has none"
+        return [Finding("torch", ERROR, text, "pip install --force-reinstall torch", torch)]
+    return [Finding("torch", OK, text, values=torch)]
+
+
+def check_engine(outcome: Outcome, install: str) -> list[Finding]:
+    """Return the findings about the engines: the one that a program would use, and why not the other.
+
+    `outcome`: of the engine probe. `install`: what fixes the package's own files, "" where nothing
+    is wrong with them.
+    """
+    values = outcome.values
+    if "torch" not in values:
+        return []
+    if "engines" not in values:
+        text = f"collectives can't be imported: {outcome.error}"
+        remedy = install or "python -c 'import collectives'   # its whole traceback"
+        if "needs torch" in outcome.error:
+            remedy = "pip install --upgrade torch"
+        return [Finding("engine", ERROR, text, remedy, {"error": outcome.error, "output": outcome.output})]
+    engines = {each["name"]: each for each in values["engines"]}
+    names = ("chosen", "engines", "isa", "kernel_threads", "nccl_loaded")
+    facts = {name: values.get(name) for name in names}
+    parts = [
+        f"{name} version {each['version']}, {each['path']}" if each["available"]
+        else f"{name} can't be used: {each['reason']}"
+        for name, each in engines.items()
+    ]  # fmt: skip
+    chosen, host = values.get("chosen"), engines["host"]
+    engine = Finding("engine", OK, "; ".join([chosen or "none", *parts]), values=facts)
+    if chosen is None:
+        named = os.environ.get("COLLECTIVES_ENGINE", "").strip()
+        # Without it "host" is used where there is no GPU; asked for by name, its library is at fault.
+        engine.status, engine.text = ERROR, values.get("refused") or host["reason"] or outcome.error
+        engine.remedy = (
+            "unset COLLECTIVES_ENGINE" if named not in ("", "host") else _find_library_remedy(engine.text, install)
         )
-        keep = "cu12" if "cupy-cuda12x" in values else "cu13"
-        lose = "cu13" if keep == "cu12" else "cu12"
-        remedy = f"pip uninstall -y nvidia-nccl-{lose} && pip install --force-reinstall --no-deps nvidia-nccl-{keep}"
-        found.append(Finding("packages.nccl", WARNING, text, remedy))
-    return found
+    findings = [engine]
+    if not host["available"] and chosen is not None:
+        findings.append(Finding("engine.host", ERROR, host["reason"], _find_library_remedy(host["reason"], install)))
+    if values.get("devices") and not engines["nccl"]["available"]:
+        cuda = (values["torch"]["cuda"] or "12").split(".")[0]
+        text = f"there are GPUs, but NCCL can't be used: {engines['nccl']['reason']}"
+        findings.append(Finding("engine.nccl", ERROR, text, f"pip install nvidia-nccl-cu{cuda}"))
+    loaded = values.get("nccl_loaded") or []
+    if len(loaded) > 1:
+        text = f"several NCCL libraries are loaded, torch's and ours differ: {', '.join(loaded)}"
+        findings.append(Finding("engine.nccl_copies", WARNING, text, f"export COLLECTIVES_NCCL_LIBRARY={loaded[0]}"))
+    if values.get("stage"):  # it did not come to its end
+        text = f"the probe stopped at: {values['stage']}: {outcome.error}"
+        remedy = "nvidia-smi" if "CUDA" in values["stage"] else "python -X faulthandler -c 'import collectives'"
+        findings.append(Finding("engine.probe", ERROR, text, remedy, {"output": outcome.output}))
+    return findings
+
+
+def _find_library_remedy(text: str, install: str) -> str:
+    for name in ("COLLECTIVES_HOST_LIBRARY", "COLLECTIVES_NCCL_LIBRARY"):
+        if os.environ.get(name, "").strip() and name in text:
+            return f"unset {name}"
+    return install or "pip install --force-reinstall --no-deps collectives"

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["MARK", "PACKAGE_FOLDER", "Outcome", "StartedProbe", "run_command", "start_python"]
+__all__ = ["PACKAGE_FOLDER", "Outcome", "Probe", "run_command"]
 
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MARK = "DOCTOR "  # begins each line of a result
+_MARK = "DOCTOR "  # begins each line of a result
 _GRACE = 3.0  # seconds from a probe's own time limit to its kill
 _BEGIN = """
 import faulthandler, json, sys
@@ -35,9 +35,9 @@ _LINES_OF_ERROR = 40  # of a stack, at most
 
 @dataclass
 class Outcome:
-    """How a probe ended. ``values``: all that it emitted. ``error``: "" or its last line of error.
+    """How a probe ended. `values`: all that it emitted. `error`: "" or its last line of error.
 
-    ``output``: the end of what it wrote to stderr, a stack where it crashed or hung.
+    `output`: the end of what it wrote to stderr, a stack where it crashed or hung.
     """
 
     values: dict = field(default_factory=dict)
@@ -45,11 +45,14 @@ class Outcome:
     output: str = ""
 
 
-class StartedProbe:
-    """A running Python program. `text` calls ``emit(name=value)`` for each result."""
+class Probe:
+    """A running Python program. `text` calls ``emit(name=value)`` for each result.
+
+    `limit`: seconds, after which it prints its stacks and ends.
+    """
 
     def __init__(self, text: str, limit: float, environment: Mapping[str, str] | None = None):
-        begin = _BEGIN.format(limit=limit, path=os.path.dirname(PACKAGE_FOLDER), mark=MARK)
+        begin = _BEGIN.format(limit=limit, path=os.path.dirname(PACKAGE_FOLDER), mark=_MARK)
         self._limit = limit
         given = os.environ if environment is None else environment
         env = {name: value for name, value in given.items() if name not in _NOT_INHERITED}
@@ -69,17 +72,15 @@ class StartedProbe:
             out, err = self._process.communicate()
         found = Outcome(output="\n".join(err.splitlines()[-_LINES_OF_ERROR:]))
         for line in out.splitlines():
-            if line.startswith(MARK):
-                found.values |= json.loads(line[len(MARK) :])
-        code = self._process.returncode
-        if code:
-            lines = [line for line in err.splitlines() if line.strip()]
-            if any(line.startswith("Timeout (") for line in lines) or late:
-                found.error = f"not done within {self._limit:g} s"
-            elif code < 0:
-                found.error = f"the process was killed by signal {-code}"
-            else:
-                found.error = lines[-1] if lines else f"exit status {code}"
+            if line.startswith(_MARK):
+                found.values |= json.loads(line[len(_MARK) :])
+        code, lines = self._process.returncode, [line for line in err.splitlines() if line.strip()]
+        if code and (late or any(line.startswith("Timeout (") for line in lines)):
+            found.error = f"not done within {self._limit:g} s"
+        elif code < 0:
+            found.error = f"the process was killed by signal {-code}"
+        elif code:
+            found.error = lines[-1] if lines else f"exit status {code}"
         return found
 
     def kill(self) -> None:
@@ -88,15 +89,10 @@ class StartedProbe:
         self._process.communicate()
 
 
-def start_python(text: str, limit: float, environment: Mapping[str, str] | None = None) -> StartedProbe:
-    """Start a program's text. ``limit``: seconds, after which it prints its stacks and ends."""
-    return StartedProbe(text, limit, environment)
-
-
 def run_command(command: Sequence[str], limit: float) -> tuple[str | None, str]:
     """Run a command; return its output, and why there is none.
 
-    The output is None where the command isn't there, fails, or takes longer than ``limit`` seconds.
+    The output is None where the command isn't there, fails, or takes longer than `limit` seconds.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit,

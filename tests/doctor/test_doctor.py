@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import venv
@@ -21,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = [sys.executable, "-m", "collectives.doctor"]
 BY_PATH = [sys.executable, str(ROOT / "collectives" / "doctor" / "__main__.py")]
 LIMIT_S = 170
-CHECKS = "python package packages torch engine gpus cores memory limits system variables launcher".split()
+CHECKS = "python package torch engine gpus cores memory limits variables launcher".split()
 
 
 class Report:
@@ -65,15 +63,14 @@ def test_a_sound_install_has_no_error(sound):
     engines = {each["name"]: each for each in sound.findings["engine"]["values"]["engines"]}
     assert engines["host"]["available"]
     assert sound.findings["cores"]["values"]["cpus"] == sorted(os.sched_getaffinity(0))
+    assert 0 < sound.findings["memory"]["values"]["free"] < 1 << 50
 
 
-def test_the_self_test_is_of_two_ranks_beside_what_is_expected(sound):
+def test_the_self_test_is_of_two_ranks_beside_gloo(sound):
     values = sound.findings["self_test.host"]["values"]
     assert (values["ranks"], values["nodes"], values["launched"]) == (2, 1, False)
-    assert 0 < values["latency"] < values["seconds"]
-    assert values["expected_seconds"] == pytest.approx(2.5 * values["copy_seconds"])
-    assert values["share_of_expected"] == pytest.approx(values["expected_seconds"] / values["seconds"])
-    assert set(values["c10d"]) == set(values["gloo"]) == {"1024", str(25 << 20)}
+    for key in ("times", "c10d", "gloo"):
+        assert 0 < values[key]["1024"] < values[key][str(25 << 20)]
 
 
 def test_an_unknown_variable_has_the_name_that_it_resembles(sound):
@@ -87,13 +84,9 @@ def test_slurms_tasks_without_srun_are_a_warning(sound):
     assert sound.findings["launcher.slurm"]["remedy"] == "srun -n 4 python -m collectives.doctor"
 
 
-def test_no_secret_and_no_name_is_shown(sound):
+def test_no_secret_is_shown(sound):
     text = json.dumps(sound.json)
     assert "s3cr3t" not in text and "NCCL_API_KEY" in text and "UNRELATED" not in text
-    if len(socket.gethostname()) > 2 and socket.gethostname() != "localhost":
-        assert f" {socket.gethostname()} " not in text
-    if getpass.getuser() not in ("root", "user"):
-        assert f"/{getpass.getuser()}/" not in text
 
 
 def test_text_ends_with_the_lines_that_fix():
@@ -126,7 +119,7 @@ def test_stray_variables_and_one_core_are_named_and_the_self_test_runs_in_spite_
     assert report.status("self_test.host") == "ok"
     assert report.findings["cores"]["values"]["cpus"] == [core]
     assert report.status("cores.affinity") == "warning"
-    assert "2 ranks share 1 processor" in report.findings["cores.affinity"]["text"]
+    assert "2 ranks take turns on 1 of" in report.findings["cores.affinity"]["text"]
 
 
 @pytest.mark.thorough
@@ -188,15 +181,8 @@ def test_without_torch_it_runs_by_its_path(tmp_path):
     """A Python with no packages at all."""
     venv.create(tmp_path, symlinks=True)
     report = Report([str(tmp_path / "bin" / "python"), *BY_PATH[1:]], without=("PYTHONPATH",))
-    assert report.findings["packages.torch"]["remedy"] == "pip install torch"
-    assert {"packages.torch", "packages.numpy", "torch", "engine"} <= report.errors
-
-
-def test_a_current_folder_that_is_deleted(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    report = Report(DOCTOR, "--no-test", cwd=folder, preexec=folder.rmdir)
-    assert report.findings["python.folder"]["remedy"] == "cd /" and "python.folder" in report.errors
+    assert report.findings["package.torch"]["remedy"] == "pip install torch"
+    assert {"package.torch", "package.numpy", "torch"} <= report.errors
 
 
 def test_a_hidden_engine_library():

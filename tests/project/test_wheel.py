@@ -95,7 +95,7 @@ def check_files(sdist, wheel):
     assert {name.split("/")[0] for name in names} == {"collectives", wheel.name.partition("-cp")[0] + ".dist-info"}
     for name in (
         "_lib/libcollectives_host.so", "_kernels_src/include/coll/reduce.h", "_nccl.pyi", "_kernels.pyi", "py.typed",
-        "auto/children/sitecustomize.py", "doctor/__main__.py",
+        "auto_children/sitecustomize.py", "doctor/__main__.py",
     ):  # fmt: skip
         assert f"collectives/{name}" in names, name
     assert len([name for name in names if re.fullmatch(r"collectives/_(nccl|kernels)\.cpython-[^/]*\.so", name)]) == 2

@@ -87,6 +87,9 @@ ncclResult_t collHostLabel(const char* op, const char* datatype);
 // The memory stays the caller's, and must stay mapped; see flight_record.h.
 typedef struct collFlightRecord collFlightRecord_t;
 ncclResult_t collHostFlightRecord(collFlightRecord_t* record);
+// The bytes of memory that this process can still get: what is free on the node, and what its
+// control groups leave. UINT64_MAX where neither is known.
+uint64_t collHostFreeMemory(void);
 
 // ---- Operations.
 // An all-reduce of float32 or float64 whose data travels as `wire` (a floating type): each rank's
