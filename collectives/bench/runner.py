@@ -182,6 +182,7 @@ class Session:
             "redop": case.redop,
             "root": case.root,
             "ranks": case.ranks,
+            "nodes": len(self.comm.machines or ()) or 1,
             "bytes": case.nbytes,
             "count": case.count,
             "in_place": in_place,

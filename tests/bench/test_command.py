@@ -19,8 +19,8 @@ from tests.launching import clean_environment, torchrun
 BENCH = [sys.executable, "-m", "collectives.bench"]
 TORCHRUN = torchrun(2, "--standalone")
 CORRUPT = str(Path(__file__).with_name("corrupt.py"))
-FIELDS = """op name ours engine algorithm dtype ranks bytes count in_place zero_copy time_us p95_us algbw_gbs busbw_gbs
-    wrong redop root p99_us mean_us iters calls warmup turns fresh arrays machine commit versions""".split()
+FIELDS = """op name ours engine algorithm dtype ranks nodes bytes count in_place zero_copy time_us p95_us algbw_gbs
+    busbw_gbs wrong redop root p99_us mean_us iters calls warmup turns fresh arrays machine commit versions""".split()
 OPS = "all_reduce reduce_scatter all_gather broadcast reduce all_to_all gather scatter sendrecv".split()
 PEERS = ("gloo", "nccl", "collectives", "mpi4py-openmpi", "mpi4py-mpich", "mpi4py-intelmpi")
 PARTED = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
@@ -120,7 +120,8 @@ def test_simulated_hosts(tmp_path):
     words = "--ranks 4 --hosts 2 --sizes 4K -n 2 --turns 1 --peers gloo,mpi4py-openmpi --json"
     code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
     assert code == 0 and "# mpi4py-openmpi: Open MPI is measured on one machine only" in out, out + err
-    assert {row["name"] for row in read_rows(tmp_path / "rows.jsonl")} == {"host on 2 machines", "gloo"}
+    found = {(row["name"], row["nodes"]) for row in read_rows(tmp_path / "rows.jsonl")}
+    assert found == {("host on 2 machines", 2), ("gloo", 2)}
 
 
 @pytest.mark.parametrize(
