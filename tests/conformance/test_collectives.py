@@ -131,8 +131,10 @@ def past_the_caches(ctx):
 
 
 # Read by the kernel (process_vm_readv) where that is allowed, staged where one rank may not.
-@pytest.mark.parametrize("reads", ["all", "none", "all but one"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("n", "reads"),
+    [(2, "all"), (2, "none"), (3, "all but one"), pytest.param(3, "all", marks=pytest.mark.thorough)],
+)
 def test_past_the_caches(n, reads):
     forbidden = {"all": 0, "none": n, "all but one": 1}[reads]
     same = {"COLLECTIVES_TEST_READS": reads}  # a communicator of its own on all ranks

@@ -113,9 +113,7 @@ def communicators(ctx):
 _kept: dict = {}
 
 
-@pytest.mark.parametrize(
-    "n, examples", [(2, 50), (3, 50), (MAX_RANKS, 50), pytest.param(3, 500, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("n, examples", [(2, 30), (MAX_RANKS, 30), pytest.param(3, 500, marks=pytest.mark.thorough)])
 def test_sequences(n, examples):
     @hypothesis.settings(max_examples=examples, suppress_health_check=list(hypothesis.HealthCheck))
     @hypothesis.given(programs)
