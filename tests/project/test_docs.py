@@ -51,4 +51,5 @@ def test_every_public_name_has_a_reference_entry(module):
 def test_every_reference_entry_is_public():
     rendered, tables = entries()
     public = {f"{module}.{name}" for module, path in PUBLIC.items() for name in literal_all(path)}
+    public.add("collectives.gradients.options.HookOptions")  # the arguments of HookState
     assert rendered | tables <= public | set(PUBLIC) and not rendered & tables
