@@ -117,11 +117,6 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
     def _waiting_senders(self, peers: list[int], tag: int) -> list[int]:
         return [peer for peer in peers if self._store.check([f"collectives/p2p/{peer}/{self._rank}/{tag}/opened/0"])]
 
-    def find(self, device: torch.device) -> Communicator | None:
-        """Return the communicator of a device if it is open, else None."""
-        comm = self._comms.get(device)
-        return None if comm is None or comm.closed else comm
-
     def forget(self, comm: Communicator) -> None:
         """Drop a communicator that has failed: the next use opens another one on all ranks."""
         for device, known in list(self._comms.items()):

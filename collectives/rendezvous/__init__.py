@@ -15,7 +15,6 @@ from .open import open_communicator
 from .peers import PeerInfo, Rendezvous
 from .process_groups import (
     drop_communicator,
-    find_communicator,
     get_communicator,
     get_default_group,
     get_group_timeout,
@@ -32,7 +31,6 @@ __all__ = [
     "bootstrap_on_host",
     "drop_communicator",
     "dup_on_host",
-    "find_communicator",
     "get_communicator",
     "get_default_group",
     "get_group_timeout",

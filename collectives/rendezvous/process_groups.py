@@ -24,7 +24,6 @@ from .world import init
 
 __all__ = [
     "drop_communicator",
-    "find_communicator",
     "find_group_backend",
     "get_communicator",
     "get_default_group",
@@ -176,18 +175,6 @@ def _find_backend(group, device: torch.device):
     """Return the registered backend of a process group if it serves a device, else None."""
     backend = find_group_backend(group)
     return backend if backend is not None and backend.supports_tensor_alloc(device) else None
-
-
-def find_communicator(group, device: torch.device) -> Communicator | None:
-    """Return the communicator of a group's ranks on a device if it is open, else None.
-
-    Doesn't block.
-    """
-    known = _communicators.get((id(group), device))
-    if known is not None and known[0]() is group and not known[1].closed:
-        return known[1]
-    backend = _find_backend(group, device)
-    return None if backend is None else backend.find(device)
 
 
 def _close_stale() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import collectives
 from collectives import HookState, errors
 from collectives.recorder import Recorder, recording
-from collectives.rendezvous.process_groups import find_communicator
+from collectives.rendezvous.process_groups import get_communicator
 from tests.ddp.training import (
     BUCKET_MB,
     Fails,
@@ -117,7 +117,7 @@ def changes(ctx):
     names = [name for _, details in rows["lane 0"] for name in details["parameters"].split(", ")]
     assert sorted(names) == sorted(name for name, _ in ddp.module.named_parameters())
 
-    find_communicator(dist.group.WORLD, torch.device("cpu")).close()  # opened again by the next backward
+    get_communicator(dist.group.WORLD, torch.device("cpu")).close()  # opened again by the next backward
     assert right(ctx, ddp, 9)
     settle(ddp, ctx.rank, state)
 

@@ -40,7 +40,7 @@ def steps(ctx, path, nodes):
                 model.register_comm_hook(collectives.HookState(**options), collectives.fused_allreduce)
                 trained(model, torch.optim.SGD(net.parameters(), lr=0.1), ctx.rank)
                 found.append(flat(net))
-            comm = torch_groups.find_communicator(dist.group.WORLD, torch.device("cpu"))
+            comm = torch_groups.get_communicator(dist.group.WORLD, torch.device("cpu"))
             net = make_model()
             model = ShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
             trained(model, optim.SGD(model.parameters(), lr=0.1), ctx.rank)
