@@ -261,7 +261,7 @@ def whole_and_halves(rank, folder):
 def test_training_goes_on_from_a_saved_state(device, ranks, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     for whole, halves in check(device, whole_and_halves, ranks, str(folder)):
-        compare(halves, whole)
+        compare(halves, whole, exact=False, rtol=0, atol=1e-2)  # a new DDP has other buckets in its first backward
 
 
 LARGE = ((300, 200), (300,), (64, 300))
