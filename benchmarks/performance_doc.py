@@ -87,8 +87,9 @@ def all_reduce(names=("c10d collectives", "mpi4py", "gloo", "deepspeed"), ranks=
             which = f" ({MPIS[best['name']]})" if best and name == "mpi4py" else ""
             cells.append(show_time(best["time_us"]) + which if best else "-")
             used += [best] if best else []
-        body.append([show_size(size), *cells])
-    return table(["all-reduce", "ours", "ours, shared memory", *(TITLES[name] for name in names)], body, used)
+        body.append([f"all-reduce of {show_size(size)}" if first else show_size(size), *cells])
+    title = f"{ranks} ranks, medians" if first else "all-reduce"
+    return table([title, "ours", "ours, shared memory", *(TITLES[name] for name in names)], body, used)
 
 
 def readme():
