@@ -33,14 +33,14 @@ class Barriers:
 
         With `timeout`, or the options', at most so long.
         """
-        self._begin_collective("barrier")
+        self._sequence += 1
         opts = make_options(_c10d.BarrierOptions, opts, timeout=timeout)
         seconds = seconds_of(opts.timeout)
         comm = self._barrier_communicator(opts.device)
         if seconds is None and not opts.asyncOp:
             comm.barrier()
             return completed_work()
-        work = BackendWork((start_barrier(comm),), [], None, seconds, self._order)
+        work = BackendWork((start_barrier(comm),), [], None, seconds)
         if not opts.asyncOp:
             work.wait()
         return work

@@ -2,127 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 from collections.abc import Callable
 
 from torch.futures import Future
 
 from ..comm.async_queue import fail_future
-from ..errors import CollectiveTimeout
 
-__all__ = ["CallbackOrder", "OperationFuture"]
-
-_thread = threading.local()  # `key` and `children`: of the future whose callbacks this thread runs
-
-
-class CallbackOrder:
-    """Order of one group's collectives between the program and the callbacks of its futures.
-
-    A callback may issue collectives, as torch's ``powerSGD_hook`` does, and it runs when its
-    operation has ended: at another moment of the program on each rank. Yet all ranks must issue a
-    group's collectives in one order. So a collective waits until the callbacks have run that were
-    registered before it. Each future with callbacks has a key: the keys of the futures in whose
-    callbacks it was made, and its number among those that were made there. The program's own key is
-    empty.
-    """
-
-    def __init__(self):
-        self._numbers = itertools.count()
-        self._open: dict[tuple[int, ...], threading.Event] = {}  # futures whose callbacks have not run
-        self._lock = threading.Lock()
-
-    def open(self) -> tuple[int, ...]:
-        """Add a future that gets its first callback now; return its key."""
-        numbers = getattr(_thread, "children", self._numbers)
-        with self._lock:
-            key = (*getattr(_thread, "key", ()), next(numbers))
-            self._open[key] = threading.Event()
-        return key
-
-    def run(self, key: tuple[int, ...], function: Callable) -> None:
-        """Run a future's callbacks, by a function, in a thread of their own."""
-
-        def run():
-            _thread.key, _thread.children = key, itertools.count()
-            try:
-                function()
-            finally:
-                with self._lock:
-                    ended = self._open.pop(key)
-                ended.set()
-
-        threading.Thread(target=run, name="collectives-future-callbacks", daemon=True).start()
-
-    def wait(self, op: str, rank: int, timeout: float) -> None:
-        """Wait until this thread may issue a collective, at most `timeout` seconds.
-
-        Raises `CollectiveTimeout` after that.
-        """
-        if not self._open:
-            return
-        deadline = time.monotonic() + timeout
-        while (ended := self._find_earlier()) is not None:
-            if not ended.wait(deadline - time.monotonic()):
-                raise CollectiveTimeout(
-                    f"a callback of an earlier operation's future has not returned within {timeout:g} s. Collectives "
-                    "of one group wait for the callbacks that were registered before them: a callback must not wait "
-                    "for what the program issues later",
-                    op=op, rank=rank,
-                )  # fmt: skip
-
-    def _find_earlier(self) -> threading.Event | None:
-        own = getattr(_thread, "key", ())
-        with self._lock:
-            for key, ended in self._open.items():
-                is_ancestor = own[: len(key)] == key  # or this thread's own
-                if not is_ancestor and (key < own or key[: len(own)] == own):
-                    return ended
-        return None
+__all__ = ["CollectiveFuture", "OperationFuture"]
 
 
 class OperationFuture(Future):
     """A future that runs callbacks of Python in a thread of their own.
 
-    The thread that ends operations completes it. A callback may issue another operation and wait
-    for it, and in that thread it would wait for itself. Without such callbacks it is completed
-    there, which is faster. `order`: of the operation's group; None for a send or a receive.
+    The thread that ends operations completes it. A callback may issue another operation and wait for
+    it, and in that thread it would wait for itself. Without such callbacks it is completed there,
+    which is faster.
     """
 
-    def __init__(self, order: CallbackOrder | None = None):
+    def __init__(self):
         super().__init__()
-        self._order = CallbackOrder() if order is None else order
         self._lock = threading.Lock()
-        self._key: tuple[int, ...] | None = None  # once it has callbacks
+        self._has_callbacks = False
 
     def then(self, callback):
         """As torch's: return the future of ``callback(self)``, called when this one is complete."""
         with self._lock:
+            self._has_callbacks = True
             if not self.done():
-                self._open()
                 return super().then(callback)
         return super().then(callback)
 
     def add_done_callback(self, callback) -> None:
         """As torch's: call ``callback(self)`` when this one is complete."""
         with self._lock:
+            self._has_callbacks = True
             if not self.done():
-                self._open()
                 return super().add_done_callback(callback)
         return super().add_done_callback(callback)
-
-    def _open(self) -> None:
-        if self._key is None:
-            self._key = self._order.open()
 
     def complete(self, value: Callable) -> None:
         """Complete it with what a function returns, or with the error that it raises."""
         with self._lock:
-            if self._key is None:
+            if not self._has_callbacks:
                 self._set(value)
                 return
-        self._order.run(self._key, lambda: self._set(value))
+        name = "collectives-future-callbacks"
+        threading.Thread(target=self._set, args=(value,), name=name, daemon=True).start()
 
     def _set(self, value: Callable) -> None:
         try:
@@ -131,3 +57,38 @@ class OperationFuture(Future):
             fail_future(self, error)
         else:
             self.set_result(result)
+
+
+class CollectiveFuture(OperationFuture):
+    """The future of a collective: callbacks run where they are registered, once the collective has ended.
+
+    `then` and `add_done_callback` wait for that. A callback may issue collectives, as torch's
+    ``powerSGD_hook`` does, and all ranks must issue the collectives of a group in one order: that of
+    the program, since the callback runs at the same place of it on each rank. In a thread of its own
+    it would run at another moment on each. Callbacks that torch registers in C++, as
+    ``torch.futures.collect_all`` does, run when the collective ends and must not issue any.
+    `work`: the collective's Work.
+    """
+
+    def __init__(self, work):
+        super().__init__()
+        self._work = work
+
+    def then(self, callback):
+        """As torch's: return the future of ``callback(self)``. Blocks until the collective has ended."""
+        self._wait_for_end()
+        return super().then(callback)
+
+    def add_done_callback(self, callback) -> None:
+        """As torch's: call ``callback(self)``. Blocks until the collective has ended."""
+        self._wait_for_end()
+        super().add_done_callback(callback)
+
+    def _wait_for_end(self) -> None:
+        try:
+            self._work.wait()
+            self.wait()
+        except Exception:
+            if not self._work.is_completed():
+                raise  # past the collective's own time limit, or in the thread that ends operations
+            # Else the callback gets the future with its error.

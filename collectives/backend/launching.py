@@ -38,16 +38,9 @@ def make_options(cls, opts, field: str | None = None, value=None, timeout: timed
 class Launching:
     """Mixin of a process group: how its collectives are launched.
 
-    The group has ``communicator(device)``, ``_rank``, ``_size``, ``_timeout``, ``_order`` (its
-    `CallbackOrder`), ``_sequence`` (collectives so far) and ``_coalesced``, the list of Works of an
-    open coalescing block or None.
+    The group has ``communicator(device)``, ``_rank``, ``_size``, ``_sequence`` (collectives so far)
+    and ``_coalesced``, the list of Works of an open coalescing block or None.
     """
-
-    def _begin_collective(self, op: str = "collective") -> None:
-        """Count a collective, once it may be issued; in a coalescing block it may."""
-        if self._coalesced is None:
-            self._order.wait(op, self._rank, self._timeout)
-        self._sequence += 1
 
     def _launch(self, opts, outputs, launch, finish=None) -> BackendWork:
         """Launch a collective: at once, or asynchronously where the options say so.
@@ -56,7 +49,7 @@ class Launching:
         `finish`: stores the results. Options with a timeout of their own limit the call, or the
         waits for its Work.
         """
-        self._begin_collective()
+        self._sequence += 1
         limited = getattr(opts, "timeout", _UNSET) != _UNSET
         blocking = self._coalesced is None and not getattr(opts, "asyncOp", True)
         if blocking and not limited:
@@ -66,7 +59,7 @@ class Launching:
             return completed_work(outputs)
         works = launch(True)
         limit = seconds_of(opts.timeout) if limited else None
-        work = BackendWork(works if isinstance(works, list) else (works,), outputs, finish, limit, self._order)
+        work = BackendWork(works if isinstance(works, list) else (works,), outputs, finish, limit)
         if blocking:
             work.wait()
         return self._coalesce(work)

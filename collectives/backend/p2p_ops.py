@@ -22,14 +22,15 @@ class PointToPointOps(Launching):
         """Send a tensor to a rank of the group; returns its Work at once."""
         tensor = single(tensors, "send", self._rank)
         comm, data = self.communicator(tensor.device), as_dense(tensor)
-        return self._coalesce(BackendWork((self._start(comm, data, dst_rank, tag, "send"),), [tensor]))
+        work = self._start(comm, data, dst_rank, tag, "send")
+        return self._coalesce(BackendWork((work,), [tensor], is_collective=False))
 
     def recv(self, tensors, src_rank, tag=0):
         """Receive a tensor from a rank of the group; returns its Work at once."""
         tensor = single(tensors, "recv", self._rank)
         comm, target = self.communicator(tensor.device), as_dense(tensor)
         work = self._start(comm, target, src_rank, tag, "recv")
-        return self._coalesce(BackendWork((work,), [tensor], store_back(tensor, target)))
+        return self._coalesce(BackendWork((work,), [tensor], store_back(tensor, target), is_collective=False))
 
     def recv_anysource(self, tensors, tag=0):
         """Receive a tensor from whichever rank of the group sends one first."""

@@ -26,7 +26,6 @@ from ..torch_compat import c10d_backend
 from .barriers import Barriers
 from .channels import Channels
 from .data_ops import DataOps
-from .futures import CallbackOrder
 from .options import parse_options
 from .p2p_ops import PointToPointOps
 from .reduction_ops import ReductionOps
@@ -62,7 +61,6 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._options = c10d_backend().Options("collectives", timeout)
         self._comms: dict[torch.device, Communicator] = {}
         self._pool = SharedMemoryPool()
-        self._order = CallbackOrder()
         self._sequence = 0
         self._monitored = 0
         self._coalesced: list[BackendWork] | None = None
@@ -202,7 +200,6 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         """Begin a block of calls that are issued together by `end_coalescing`."""
         if self._coalesced is not None:
             raise InvalidUsage("a coalescing block is open already", rank=self._rank)
-        self._order.wait("start_coalescing", self._rank, self._timeout)
         self._coalescing.enter_context(self._any_communicator(device).group())
         self._coalesced = []
 
@@ -212,8 +209,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             raise InvalidUsage("no coalescing block is open", rank=self._rank)
         works, self._coalesced = self._coalesced, None
         self._coalescing.close()
-        parts = [each for work in works for each in work._works]
-        return BackendWork(parts, [], run_all(work._store for work in works), order=self._order)
+        return BackendWork([each for work in works for each in work._works], [], run_all(work._store for work in works))
 
     def cancel_coalescing(self) -> None:
         """Drop the calls of an open coalescing block, since an exception has ended it."""

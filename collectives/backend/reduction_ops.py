@@ -26,7 +26,7 @@ class ReductionOps(Launching):
         opts = make_options(_c10d.AllreduceOptions, opts, "reduceOp", op, timeout)
         comm = self.communicator(tensor.device)
         if tensor.layout is not torch.strided:
-            self._begin_collective("all_reduce")
+            self._sequence += 1
             return sparse.all_reduce(comm, tensor, opts.reduceOp)
         data, reduction, finish = self._reducible(tensor, opts.reduceOp, "all_reduce")
         if reduction.bitwise is not None:

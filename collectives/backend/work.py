@@ -11,7 +11,7 @@ import torch
 from torch.distributed import Work
 
 from ..errors import InvalidUsage
-from .futures import CallbackOrder, OperationFuture
+from .futures import CollectiveFuture, OperationFuture
 from .options import seconds_of
 
 __all__ = ["BackendWork", "completed_work"]
@@ -25,21 +25,20 @@ class BackendWork(Work):
     `works`: what it consists of, the communicator's Works or posted transfers, all of which end;
     `outputs`: the tensors of `result` and of the future; `finish`: called once, before the first
     wait returns or the future is complete: it stores what came into the caller's tensors; `limit`:
-    the operation's own timeout in seconds, from now on; `order`: of a collective's group, by which its
-    future's callbacks run.
+    the operation's own timeout in seconds, from now on; `is_collective`: not a send or a receive.
     """
 
     def __init__(
         self, works: Sequence, outputs, finish: Callable[[], None] | None = None, limit: float | None = None,
-        order: CallbackOrder | None = None,
+        is_collective: bool = True,
     ):  # fmt: skip
         super().__init__()
         self._works = works
-        self._order = order
         self._outputs = outputs
         self._finish = finish
         self._deadline = None if limit is None else time.monotonic() + limit
         self._lock = threading.Lock() if finish is not None else None
+        self._is_collective = is_collective
         self._future: torch.futures.Future | None = None
 
     def _store(self) -> None:
@@ -115,7 +114,7 @@ class BackendWork(Work):
             ended = torch.futures.collect_all([work.future() for work in self._works])
         if ended.done():  # on CUDA at once: its value carries the stream's event
             return ended if self._finish is None and len(self._works) == 1 else ended.then(self._read_outputs)
-        future = OperationFuture(self._order)
+        future = CollectiveFuture(self) if self._is_collective else OperationFuture()
         ended.add_done_callback(lambda ended: future.complete(lambda: self._read_outputs(ended)))
         return future
 

@@ -52,16 +52,18 @@ class HookOptions:
     - `parameters_as_bucket_view`, False: with `optimizer`, make the parameters of a bucket views of
       one allocation, to gather them in place (4 bytes of memory traffic less for each bf16
       parameter). ``optimizer.step()`` exchanges ``param.data``, once: the parameters stay the same
-      objects with the same values. Where another tensor shares their memory they stay there, with a
-      warning; CUDA graphs captured before would read freed memory. ``torch.save`` of one parameter
-      alone saves its bucket.
+      objects with the same values. Where another tensor shares their memory, or the node has no memory
+      left, they stay there, with a warning; CUDA graphs captured before would read freed memory. On
+      the host the ranks of a node share the allocation, so that a child process that is forked then
+      may see later steps of the parent. ``torch.save`` of one parameter alone saves its bucket.
 
     The memory:
 
     - `zero_copy`, True: on the host, allocate the buckets that DDP keeps in memory that the ranks of
       a node share, so that they are averaged with no staging copy; the state's repr says how many are
       shared. A child process that is forked then can't change them and must not read them: it may see
-      what the parent writes later. False: buckets stay as torch makes them. On a GPU DDP's buckets
+      what the parent writes later. False: buckets stay as torch makes them, but with
+      ``find_unused_parameters``, whose buckets DDP makes before it has a hook. On a GPU DDP's buckets
       are made in memory of ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
     - `gather`, None: for `fully_shard` alone, the format, one of the 16-bit and 8-bit wires', in which
       parameters are gathered, while the rank that owns them keeps them as they are.

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 import torch
 
 from ..comm.mem_pool import use_mem_pool
+from ..errors import TransportError
 from ..torch_compat import is_traceable_wrapper_subclass, storage_use_count
 
 __all__ = ["find_in_place", "move_into_bucket"]
@@ -61,7 +62,10 @@ def move_into_bucket(comm, params, offsets, numel: int, optimized: Iterable[torc
         with use_mem_pool(first.device):
             flat = torch.empty(numel, dtype=first.dtype, device=first.device)
     else:
-        flat = comm.empty(numel, first.dtype)
+        try:
+            flat = comm.empty(numel, first.dtype)
+        except TransportError as error:  # the node has no memory left; other ranks may go on in place
+            return 0, f"finds no room in shared memory ({error})"
     views = [
         flat.as_strided(param.size(), param.stride(), offset) for param, offset in zip(params, offsets, strict=True)
     ]

@@ -2,12 +2,13 @@
 
 import contextlib
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from collectives import HookState, errors, optim
+from collectives import Communicator, HookState, errors, optim
 from tests.ddp.training import over_gloo, run, wrap
 from tests.streams.simulated import needs_simulation, steps
 
@@ -87,6 +88,27 @@ def shared_or_odd(ctx):
 
 def test_what_can_not_be_moved_stays(tmp_path):
     run(shared_or_odd, 2, tmp_path / "store")
+
+
+@over_gloo
+def refused(ctx):
+    """Rank 0 finds no memory for its views: it gathers through a buffer, the other rank in place."""
+    no_memory = mock.patch.object(Communicator, "empty", side_effect=errors.TransportError("no memory is left"))
+    expected = train(ctx, plain := on(ctx), make_state(plain, False))
+    model = on(ctx)
+    state = make_state(model, True)
+    with no_memory if ctx.rank == 0 else contextlib.nullcontext(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params = train(ctx, model, state)
+    assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
+    in_place, buckets = state.pipeline.optimizer_step.gathered_in_place
+    assert (in_place == buckets) == (ctx.rank == 1)
+    return sum("finds no room in shared memory" in str(each.message) for each in caught)
+
+
+def test_a_rank_without_memory_for_the_views(tmp_path):
+    first, second = run(refused, 2, tmp_path / "store")
+    assert first and not second
 
 
 @over_gloo
