@@ -213,8 +213,8 @@ class _Decision:
     """What the ranks of a DDP object decide in torch's store: to register the hook, or a reason against it.
 
     The first verdict in the store counts for all ranks, so that a late rank does as the others
-    have done. Keys of an object: each rank's settings and model, how many ranks have set
-    these, the verdict. Ranks are numbered as in the default group.
+    have done. Keys of an object: each rank's settings and model, and the verdict. Ranks are
+    numbered as in the default group.
     """
 
     def __init__(self, ddp):
@@ -243,14 +243,14 @@ class _Decision:
         if own_reason:
             return self._settle(f"rank {rank}: {own_reason}", [rank])
         self._store.set(f"{self._key}/rank/{rank}", json.dumps({**settings, **self._model}))
-        if self._store.add(f"{self._key}/count", 1) == len(self._ranks):
-            return self._settle(self._compare(), [])
         seconds = min(_SLOW_S, get_group_timeout(self._group, torch.device("cpu")) / 2)
         exits = RankExits(self._store, range(dist.get_world_size()))
         purpose = "to the first forward of this model under collectives.auto"
         wait = RankWait(purpose, rank, dist.get_world_size(), seconds, exit_reason=exits.reason)
         announced_by, pause = time.monotonic() + _UNANNOUNCED_S, 0.001
         while not self._store.check([self._verdict_key]):
+            if self._store.check([f"{self._key}/rank/{other}" for other in self._ranks]):
+                return self._settle(self._compare(), [])
             try:
                 wait.check(self._find_missing)
             except CollectivesError as error:
