@@ -85,7 +85,7 @@ class _Normalise(torch.autograd.Function):
         own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
         if count:
             variance, mean = torch.var_mean(wide, over, correction=0)
-            own[0] = count
+            own[:1].fill_(count)  # an assignment would copy the number from the host, which waits
             own[1 : 1 + channels] = mean
             own[1 + channels :] = variance.double() * count
         rows = synchronize(allgather_async(own[None], None, global_process_set, _waits=True))

@@ -183,7 +183,10 @@ def stopped(ctx):
 
 
 def test_a_stopped_rank_is_named():
-    assert run_ranks(stopped, 4, timeout=60) == [("CollectiveTimeout", (2,))] * 4  # it finds out itself
+    answers = run_ranks(stopped, 4, timeout=60)
+    kind, peers = answers.pop(2)  # stopped in a call it finds that the other rank of its node is late, or it itself
+    assert kind == "CollectiveTimeout" and peers in ((2,), (3,))
+    assert answers == [("CollectiveTimeout", (2,))] * 3
 
 
 def aborted(ctx, by_signal):

@@ -292,13 +292,15 @@ def test_front_end(name, case, ranks):
 
 
 @pytest.mark.parametrize("name", FRONT_ENDS)
-def test_clipped_training_goes_on_bit_for_bit(name):
-    """A norm's last bits depend on buckets, which a pickled HookState makes again; units have them by themselves."""
+def test_clipped_training_goes_on(name):
+    """A norm's last bits depend on the buckets. DDP's first ones after loading are others; units are the same."""
+    rel = 1e-6 if name.startswith("ddp") else 0.0
     for found in results_of(name, 2):
         whole, resumed = found["clip"], found["clip, resume"]
-        assert whole[1] == resumed[1]
+        assert resumed[1] == (pytest.approx(whole[1], rel=rel) if rel else whole[1])
         for ours, theirs in zip(whole[0], resumed[0], strict=True):
-            assert all(map(torch.equal, ours, theirs))
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=rel, atol=rel)
 
 
 def test_the_scaler_of_a_state_is_named_or_the_only_one():
