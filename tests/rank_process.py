@@ -198,6 +198,8 @@ def state_of_process() -> dict:
         found["gradients are computed"] = torch.is_grad_enabled()
         found["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
     horovod = sys.modules.get("collectives.horovod")
+    world = sys.modules.get("collectives.rendezvous.world")
+    found["the communicator of init() is open"] = world is not None and world.current_world() is not None
     found["hvd is initialised"] = horovod is not None and horovod.is_initialized()
     return found
 

@@ -193,8 +193,9 @@ def stopped(ctx, stop, options):
     "options, tolerance", [({}, 0.0), ({"wire": "int8", "error_feedback": True, "max_norm": 0.5}, 4e-3)], ids=str
 )
 def test_training_goes_on(tmp_path, options, tolerance):
-    """Bit for bit with fp32. A wire's blocks and a norm's parts begin elsewhere in DDP's first buckets after loading: an
-    element may move by a part of a step, which is 0.01; with lost moments most would, by more.
+    """Bit for bit with fp32. A wire's blocks and a norm's parts begin elsewhere in DDP's first buckets after loading.
+
+    An element may then move by a part of a step, which is 0.01; with lost moments most would, by more.
     """
     whole, halves = (run(stopped, 2, tmp_path / str(stop), stop, options) for stop in (False, True))
     for ranks in (whole, halves):
