@@ -57,7 +57,9 @@ def show_time(us):
 
 
 def table(header, body, rows):
-    """Return a table, and below it what its rows were measured with."""
+    """Return a table without its empty columns, and below it what its rows were measured with."""
+    kept = [at for at in range(len(header)) if any(row[at] != "-" for row in body)]
+    header, *body = ([row[at] for at in kept] for row in (header, *body))
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, *body)]
     versions = {name: text for row in rows for name, text in row.get("versions", {"torch": row.get("torch")}).items()}
     words = [*dict.fromkeys(f"{row['machine']}, {row['cores']} cores" for row in rows)]
