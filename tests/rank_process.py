@@ -198,8 +198,6 @@ def state_of_process() -> dict:
         found["gradients are computed"] = torch.is_grad_enabled()
         found["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
     horovod = sys.modules.get("collectives.horovod")
-    world = sys.modules.get("collectives.rendezvous.world")
-    found["the communicator of init() is open"] = world is not None and world.current_world() is not None
     found["hvd is initialised"] = horovod is not None and horovod.is_initialized()
     return found
 
@@ -244,6 +242,9 @@ def serve(pipe: Connection) -> None:
                 error,
                 "closing what the call left open: " + "".join(traceback.format_exception(error)),
             )
+        world = sys.modules.get("collectives.rendezvous.world")
+        if world is not None:
+            world._world = None  # an elastic training leaves it open, and init() would give it to the next call
         for key, value in before.items():
             if value is None:
                 os.environ.pop(key, None)

@@ -107,7 +107,6 @@ class GradientPipeline:
         self.parameter_names = parameter_names
         self.compressor = options.make_compressor(parameter_names)
         self._warn_in = 0  # backwards until `_warn_unclaimed`; 0: nothing was loaded
-        self.was_pickled = False  # the state was, and goes on from there
         self.comm: Communicator | None = None  # of the newest backward
         self.comm_streams: list[CommStream] = []
         self.scaling = Scaling()
@@ -211,7 +210,6 @@ class GradientPipeline:
         described = {name: value for name, value in vars(self.options).items() if name != "zero_copy"}
         step = self.optimizer_step
         described["optimizer"] = None if step is None else type(step.optimizer).__name__
-        described["loaded from a saved state"] = self.was_pickled
         return described
 
     def compare_hyperparameters(self) -> None:

@@ -36,7 +36,6 @@ def pickled_state(state: HookState) -> dict:
 def restore_pickled_state(state: HookState, saved: dict) -> None:
     """Restore a `pickled_state` in a new state of its options."""
     state.pickled_size = saved["size"]
-    state.pipeline.was_pickled = True
     state.pipeline.load_wire(saved["wire"])
     state.saved_optimizer = saved["optimizer"]
     state.pipeline.totals.update(saved["totals"])

@@ -93,7 +93,14 @@ def test_what_can_not_be_moved_stays(tmp_path):
 @over_gloo
 def refused(ctx):
     """Rank 0 finds no memory for its views: it gathers through a buffer, the other rank in place."""
-    no_memory = mock.patch.object(Communicator, "empty", side_effect=errors.TransportError("no memory is left"))
+    allocate = Communicator.empty
+
+    def refuse_views(comm, n, dtype=None, **options):
+        if dtype == torch.bfloat16:
+            raise errors.TransportError("no memory is left")
+        return allocate(comm, n, dtype, **options)
+
+    no_memory = mock.patch.object(Communicator, "empty", refuse_views)
     expected = train(ctx, plain := on(ctx), make_state(plain, False))
     model = on(ctx)
     state = make_state(model, True)

@@ -286,18 +286,3 @@ def different_models(ctx):
 def test_different_models_are_a_mismatch(tmp_path):
     for text in run(different_models, 2, tmp_path / "store"):
         assert "rank 0" in text and "rank 1" in text and "gradient bucket 0" in text
-
-
-@over_gloo
-def one_rank_afresh(ctx):
-    state = HookState(wire="bf16", error_feedback=True)
-    if ctx.rank == 0:
-        state = pickle.loads(pickle.dumps(state))
-    model = wrap(make_model(), "state", state)
-    with pytest.raises(errors.Mismatch, match="loaded from a saved state"):
-        loss_of(model, 0, ctx.rank).backward()
-    return True
-
-
-def test_a_rank_that_starts_afresh_beside_one_that_goes_on(tmp_path):
-    assert run(one_rank_afresh, 2, tmp_path / "store") == [True, True]
