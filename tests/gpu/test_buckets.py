@@ -7,7 +7,7 @@ import torch
 import collectives
 from tests.gpu.devices import check, compare, everywhere
 from tests.gpu.test_ddp import rounded_once
-from tests.gpu.training import RATE, STEPS, alone, batches, make_terms
+from tests.gpu.training import RATE, STEPS, alone, batches, make_terms, run_backward_on_two_streams
 
 CASES = {
     "inside": {"overlap": False},
@@ -72,15 +72,7 @@ def trained_on_two_streams(rank):
         buckets.all_reduce()  # makes the hooks, which see each gradient's stream
         for step in range(STEPS):
             optimizer.zero_grad()
-            data, side = batches(step, rank.rank, rank.device), rank.new_stream()
-            with rank.use(side):
-                first = models[0](data)
-            rank.join(side)
-            if side is not None:
-                first.record_stream(torch.cuda.current_stream())
-                for each in data:
-                    each.record_stream(side)
-            (first + models[1](data)).backward()
+            run_backward_on_two_streams(rank, models, step)
             buckets.all_reduce()
             optimizer.step()
     return [param.detach().clone() for param in params]

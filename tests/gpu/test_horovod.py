@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.gpu.devices import check, compare, everywhere
-from tests.gpu.training import RATE, STEPS, alone, batches, make_terms
+from tests.gpu.training import RATE, STEPS, alone, batches, make_terms, run_backward_on_two_streams
 from tests.horovod.started import started as started_on
 
 
@@ -188,15 +188,7 @@ def optimized_on_two_streams(rank):
         params = [param for model in models for param in model.parameters()]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, RATE), named_parameters=named)
         for step in range(STEPS):
-            data, side = batches(step, rank.rank, rank.device), rank.new_stream()
-            with rank.use(side):
-                first = models[0](data)
-            rank.join(side)
-            if side is not None:
-                first.record_stream(torch.cuda.current_stream())
-                for each in data:
-                    each.record_stream(side)
-            (first + models[1](data)).backward()
+            run_backward_on_two_streams(rank, models, step)
             optimizer.step()
             optimizer.zero_grad()
         return [param.detach().clone() for param in params]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["SHAPES", "Term", "Terms", "alone", "batches", "make_terms"]
+__all__ = ["SHAPES", "Term", "Terms", "alone", "batches", "make_terms", "run_backward_on_two_streams"]
 
 SHAPES = ((40, 12), (40,), (30, 40), (30,), (33, 30), (7,), (5, 30))
 STEPS = 3
@@ -70,3 +70,16 @@ def alone(ranks: int, steps: int = STEPS, *, make=None, average: bool = True, sh
         seen.append([param.grad.clone() for param in model.parameters()])
         optimizer.step()
     return seen, [param.detach().clone() for param in model.parameters()]
+
+
+def run_backward_on_two_streams(rank, models, step: int) -> None:
+    """Run a forward of two models, the first on a stream of its own, and one backward of both."""
+    data, side = batches(step, rank.rank, rank.device), rank.new_stream()
+    with rank.use(side):
+        first = models[0](data)
+    rank.join(side)
+    if side is not None:
+        first.record_stream(torch.cuda.current_stream())
+        for each in data:
+            each.record_stream(side)
+    (first + models[1](data)).backward()
