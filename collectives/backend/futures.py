@@ -67,12 +67,16 @@ class CollectiveFuture(OperationFuture):
     the program, since the callback runs at the same place of it on each rank. In a thread of its own
     it would run at another moment on each. Callbacks that torch registers in C++, as
     ``torch.futures.collect_all`` does, run when the collective ends and must not issue any.
-    `work`: the collective's Work.
+    `work`: the collective's Work, which is held until the collective has ended.
     """
 
     def __init__(self, work):
         super().__init__()
         self._work = work
+
+    def _set(self, value) -> None:
+        super()._set(value)
+        self._work = None  # they refer to each other, and would keep the tensors until a garbage collection
 
     def then(self, callback):
         """As torch's: return the future of ``callback(self)``. Blocks until the collective has ended."""
@@ -85,10 +89,13 @@ class CollectiveFuture(OperationFuture):
         super().add_done_callback(callback)
 
     def _wait_for_end(self) -> None:
+        work = self._work
+        if work is None:
+            return
         try:
-            self._work.wait()
+            work.wait()
             self.wait()
         except Exception:
-            if not self._work.is_completed():
+            if not work.is_completed():
                 raise  # past the collective's own time limit, or in the thread that ends operations
             # Else the callback gets the future with its error.

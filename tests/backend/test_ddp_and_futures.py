@@ -1,6 +1,9 @@
 """What torch's own C++ and functional code hands the backend "collectives", or reads from it."""
 
+import gc
 import os
+import time
+import weakref
 
 import pytest
 import torch
@@ -69,6 +72,41 @@ def failed_future(ctx):
 
 def test_a_failed_future_raises_wherever_it_is_read(tmp_path):
     assert run_ranks(failed_future, 2, tmp_path / "store") == [True, True]
+
+
+@over("collectives")
+def results_alive(ctx):
+    """Return how many results live on after their futures are dropped, without a garbage collection."""
+    peer = 1 - ctx.rank
+
+    def started():
+        whole, strided, parts = torch.ones(1 << 18), torch.ones(4, 6).t(), [torch.ones(3) for _ in range(2)]
+        received = torch.zeros(5)
+        works = [
+            dist.all_reduce(whole, async_op=True), dist.all_reduce(strided, async_op=True),
+            dist.all_gather(parts, torch.ones(3), async_op=True), dist.irecv(received, peer),
+        ]  # fmt: skip
+        futures = [work.get_future() for work in works]
+        dist.isend(torch.ones(5), peer).wait()
+        for work, future in zip(works, futures, strict=True):
+            future.wait()
+            work.wait()
+        return [weakref.ref(tensor) for tensor in (whole, strided, *parts, received)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        found = started()
+        deadline = time.monotonic() + 30  # the thread that completed the futures may hold them for a moment
+        while any(ref() is not None for ref in found) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return sum(ref() is not None for ref in found)
+    finally:
+        gc.enable()
+
+
+def test_a_future_that_is_dropped_releases_its_tensors(tmp_path):
+    assert run_ranks(results_alive, 2, tmp_path / "store") == [0, 0]
 
 
 def pending(ctx):

@@ -5,6 +5,7 @@ import gc
 import pickle
 import re
 import resource
+import time
 
 import pytest
 import torch
@@ -49,8 +50,18 @@ def are_shared(library, model):
     return [library.memory_shared(param.grad.data_ptr(), param.grad.nbytes) for param in model.parameters()]
 
 
+def memory_when_released(library, want):
+    """Return the memory in use, once it is `want` or after 30 s: the queue's thread may hold a bucket for a moment."""
+    gc.collect()
+    deadline = time.monotonic() + 30
+    while library.memory_in_use() != want and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return library.memory_in_use()
+
+
 def trained(ctx, kind, zero_copy, options):
     library = ctx.communicator().engine.library
+    gc.collect()
     before = library.memory_in_use()
     state = collectives.HookState(comm=ctx.communicator(), zero_copy=zero_copy)
     ddp = make_ddp(kind, state, **options)
@@ -68,13 +79,13 @@ def trained(ctx, kind, zero_copy, options):
     kept = [param.grad for param in model.parameters()]
     want = [grad.clone() for grad in kept]
     del ddp, model, state
-    gc.collect()
+    if not (zero_copy and views):
+        assert memory_when_released(library, before) == before
     assert all(map(torch.equal, kept, want))
     kept[0] += 1
     assert (library.memory_in_use() > before) == (zero_copy and views)
     kept.clear()
-    gc.collect()
-    assert library.memory_in_use() == before
+    assert memory_when_released(library, before) == before
     return found
 
 
@@ -124,7 +135,7 @@ def built_again(ctx):
         steps(ddp, ctx.rank, 6)
         peak = max(peak, comm.engine.library.memory_in_use() - before)
         del ddp
-        gc.collect()
+        memory_when_released(comm.engine.library, before)
     assert NBYTES < peak < 2 * NBYTES
     assert comm.engine.library.memory_in_use() == before
 
