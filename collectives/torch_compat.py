@@ -9,6 +9,7 @@ looks up each of both in the installed torch.
 from __future__ import annotations
 
 import re
+import types
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "untraced",
 ]
 
 # The first version that has all of them but those that say otherwise. 2.7 has no
@@ -66,6 +68,7 @@ _check_version(torch.__version__)
 
 # ---- Names that 2.8 to 2.15 have.
 from torch._C import TensorBase  # noqa: E402  (its attributes as functions, which need no Python frame for each tensor)
+from torch._C._dynamo import eval_frame as _eval_frame  # noqa: E402
 from torch._C._nn import flatten_dense_tensors  # noqa: E402
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
@@ -83,6 +86,24 @@ disable_dynamo = torch._disable_dynamo
 def dynamo_disable(recursive: bool):
     """Return torch._dynamo.disable's decorator; imports dynamo."""
     return torch._dynamo.disable(recursive=recursive)
+
+
+def untraced(target):
+    """Keep torch.compile out of a function, or of all methods that a class defines; a decorator.
+
+    Neither they nor what they call is traced: a compiled program runs them as they are, between two
+    graphs. Unlike `disable_dynamo` it wraps nothing, so that the eager program pays nothing, and
+    dynamo isn't imported. Since 2.7.
+    """
+    for function in [target] if isinstance(target, types.FunctionType) else vars(target).values():
+        if isinstance(function, property):
+            function = function.fget
+        if isinstance(function, types.FunctionType):
+            function._torchdynamo_disable = True  # where it would be traced as part of a caller
+            function._torchdynamo_disable_msg = "it calls a communication library"
+            skip = _eval_frame._FrameAction.SKIP
+            _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return target
 
 
 # The number of the backward that this thread is in; -1 outside of one.

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from torch.futures import Future
 
 from ..comm.async_queue import fail_future
+from ..torch_compat import untraced
 
 __all__ = ["CollectiveFuture", "OperationFuture"]
 
 
+@untraced
 class OperationFuture(Future):
     """A future that runs callbacks of Python in a thread of their own.
 
@@ -59,6 +61,7 @@ class OperationFuture(Future):
             self.set_result(result)
 
 
+@untraced
 class CollectiveFuture(OperationFuture):
     """The future of a collective: callbacks run where they are registered, once the collective has ended.
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidUsage
+from ..torch_compat import untraced
 from .data_ops import DataOps
 from .options import parse_options
 from .p2p_ops import PointToPointOps
@@ -57,6 +58,7 @@ def _read_devices() -> tuple[list[str], list[OtherBackend]]:
     return devices, others
 
 
+@untraced
 class MixedGroup(CollectivesGroup):
     """Process group with other backends for some devices, in a process group of torch's."""
 
@@ -169,7 +171,7 @@ def _create_backend(group, other: OtherBackend):
 for _cls in (ReductionOps, DataOps, PointToPointOps):
     for _name, _function in vars(_cls).items():
         if hasattr(dist.ProcessGroup, _name) and not _name.startswith("__"):
-            setattr(MixedGroup, _name, _dispatched(_function, _name))
+            setattr(MixedGroup, _name, untraced(_dispatched(_function, _name)))
 
 
 def create(options, backend_options=None) -> CollectivesGroup:

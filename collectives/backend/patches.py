@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory
 from ..rendezvous.process_groups import find_group_backend
-from ..torch_compat import group_timeout_setter
+from ..torch_compat import group_timeout_setter, untraced
 from ..torch_patches import patch_attribute
 
 __all__ = ["install"]
@@ -28,6 +28,7 @@ def install() -> None:
     c10d = dist.distributed_c10d
     barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
+    @untraced
     @functools.wraps(barrier)
     def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
         backend = _find_backend(group)
@@ -35,6 +36,7 @@ def install() -> None:
             return barrier(group, timeout, wait_all_ranks)
         return backend.monitored_barrier(timeout, wait_all_ranks)
 
+    @untraced
     @functools.wraps(batch)
     def batch_isend_irecv(p2p_op_list):
         backend = _find_backend(p2p_op_list[0].group) if isinstance(p2p_op_list, list) and p2p_op_list else None
@@ -49,6 +51,7 @@ def install() -> None:
             raise
         return [backend.end_coalescing(device)]
 
+    @untraced
     @functools.wraps(set_timeout)
     def _set_pg_timeout(timeout, group=None):
         backend = _find_backend(group)
@@ -71,6 +74,7 @@ def install() -> None:
 def _share_buckets() -> None:
     init_reducer = DistributedDataParallel._ddp_init_helper
 
+    @untraced
     @functools.wraps(init_reducer)
     def _ddp_init_helper(self, *args, **kwargs):
         backend = _find_backend(self.process_group)
@@ -90,6 +94,7 @@ def _share_buckets() -> None:
 def _waited_at_once(function):
     """Return torch's blocking ``send`` or ``recv``, in which a backend of ours wakes no thread."""
 
+    @untraced
     @functools.wraps(function)
     def call(*args, **options):
         backend = _find_backend(args[2] if len(args) > 2 else options.get("group"))

@@ -22,7 +22,7 @@ from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
-from ..torch_compat import c10d_backend
+from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
 from .channels import Channels
 from .data_ops import DataOps
@@ -37,6 +37,7 @@ __all__ = ["CollectivesGroup"]
 _CPU = torch.device("cpu")
 
 
+@untraced
 class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.ProcessGroup):
     """Process group on this package's communicators: one for each device, shared with its hooks.
 

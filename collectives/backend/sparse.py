@@ -30,7 +30,7 @@ def all_reduce(comm, tensor: torch.Tensor, op):
     counts = counts.tolist()
     indices = _gather(comm, mine.indices().t().contiguous(), counts).t()
     values = _gather(comm, mine.values().contiguous(), counts)
-    total = torch.sparse_coo_tensor(indices, values, tensor.shape).coalesce()
+    total = torch.sparse_coo_tensor(indices, values, tensor.shape, device=values.device).coalesce()
     if kind == dist.ReduceOp.AVG:
         total = total / comm.size
     with torch.no_grad():

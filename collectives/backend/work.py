@@ -11,6 +11,7 @@ import torch
 from torch.distributed import Work
 
 from ..errors import InvalidUsage
+from ..torch_compat import untraced
 from .futures import CollectiveFuture, OperationFuture
 from .options import seconds_of
 
@@ -19,12 +20,14 @@ __all__ = ["BackendWork", "completed_work"]
 _SHORTEST_S = 1e-3  # of a wait for an operation whose time is up
 
 
+@untraced
 class BackendWork(Work):
     """Handle of an operation that was started with ``async_op=True``.
 
     `works`: what it consists of, the communicator's Works or posted transfers, all of which end;
     `outputs`: the tensors of `result` and of the future; `finish`: called once, before the first
-    wait returns or the future is complete: it stores what came into the caller's tensors; `limit`:
+    wait returns or the future is complete, in any thread: it stores what came into the caller's
+    tensors, which may be inference tensors, and so runs in the inference mode of the call; `limit`:
     the operation's own timeout in seconds, from now on; `is_collective`: not a send or a receive.
     """
 
@@ -38,6 +41,7 @@ class BackendWork(Work):
         self._finish = finish
         self._deadline = None if limit is None else time.monotonic() + limit
         self._lock = threading.Lock() if finish is not None else None
+        self._in_inference = torch.is_inference_mode_enabled()
         self._is_collective = is_collective
         self._future: torch.futures.Future | None = None
 
@@ -48,7 +52,8 @@ class BackendWork(Work):
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
-                finish()
+                with torch.inference_mode(self._in_inference):
+                    finish()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Wait for the operation; on CUDA only the current stream waits, unless there is a timeout.

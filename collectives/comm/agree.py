@@ -155,7 +155,7 @@ def verify_same(
     refuse_capture(comm.device, _IN_CAPTURE, op=op or "verify_same", rank=comm.rank)
     if not isinstance(value, ComparedValue):
         value = ComparedValue(value.items() if isinstance(value, dict) else [("", value)])
-    bounds = torch.tensor([value.digest, -value.digest], dtype=torch.int64).to(comm.device)
+    bounds = torch.tensor([value.digest, -value.digest], dtype=torch.int64, device="cpu").to(comm.device)
     comm.all_reduce(bounds, "max")
     most, least = bounds.tolist()
     if most == -least:

@@ -103,7 +103,7 @@ class CommChannel(Channel):
 
     def maximum(self, values: list[float]) -> list[float]:
         comm = self.comm
-        most = torch.tensor(values, dtype=torch.float64).to(comm.device)
+        most = torch.tensor(values, dtype=torch.float64, device="cpu").to(comm.device)
         comm.all_reduce(most, "max")
         return most.tolist()
 

@@ -102,4 +102,5 @@ def _close_connections(gloo: dist.ProcessGroupGloo, peers: Iterable[int]) -> Non
     # fails at once instead: so it is tried with all peers.
     for peer in peers:
         with contextlib.suppress(RuntimeError):
-            gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            received = torch.empty(1, dtype=torch.uint8, device="cpu")
+            gloo.recv([received], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))

@@ -44,7 +44,7 @@ class Copy:
 
     owner: int | None = None
     head: bytes = b""
-    data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Refresh(threading.Thread):
     def _exchange(self, copy: Copy, to: int, source: int) -> None:
         comm, own = self._comm, self._version.own
         sealed = torch.frombuffer(bytearray(seal(own.head, _PURPOSE)), dtype=torch.uint8)
-        sizes = torch.tensor([*self._key, sealed.numel(), own.data.numel()])
+        sizes = torch.tensor([*self._key, sealed.numel(), own.data.numel()], device="cpu")
         theirs = torch.empty_like(sizes)
         with comm.group():
             comm.send(sizes, to)
@@ -183,9 +183,9 @@ class Refresh(threading.Thread):
                 op="elastic.ShardedState", rank=comm.rank, peers=(source,),
             )  # fmt: skip
         if copy.data.numel() != data_bytes:
-            copy.data = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
-            copy.data = torch.empty(data_bytes, dtype=torch.uint8, pin_memory=own.data.is_pinned())
-        head = torch.empty(head_bytes, dtype=torch.uint8)
+            copy.data = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
+            copy.data = torch.empty(data_bytes, dtype=torch.uint8, pin_memory=own.data.is_pinned(), device="cpu")
+        head = torch.empty(head_bytes, dtype=torch.uint8, device="cpu")
         with comm.group():
             for part in (sealed, own.data):
                 if part.numel():

@@ -29,7 +29,7 @@ class BucketGradients:
         self.buckets: list[Bucket] = []  # that the stages look at, in the order of their reduction
         self._finds_unused = finds_unused
         on_host = [each for each in counted if each.comm._on_host]
-        self._grad_stats = {each: torch.zeros(2, dtype=torch.float64) for each in on_host}
+        self._grad_stats = {each: torch.zeros(2, dtype=torch.float64, device="cpu") for each in on_host}
         self._factors: dict[torch.dtype, float] = {}  # that the optimizer's step applies
 
     # ---- One bucket.

@@ -299,7 +299,9 @@ class GradientBuckets:
             with _naming_bucket(bucket):
                 bucket.wait_for_work()
                 if found.some_go_on and not self._overlap:
-                    flat = torch.empty(bucket.total, dtype=bucket.dtype) if bucket.flat is None else bucket.flat
+                    flat = bucket.flat
+                    if flat is None:
+                        flat = torch.empty(bucket.total, dtype=bucket.dtype, device=bucket.device)
                     bucket.sending = flat.zero_()
                     self._send(bucket)
                     bucket.wait_for_work()

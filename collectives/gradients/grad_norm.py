@@ -19,7 +19,7 @@ def norm_by_parameter(buckets) -> torch.Tensor:
     squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts])
     if squares.is_cuda or not squares.isfinite().all():
         return squares.sum().sqrt()
-    return torch.tensor(math.fsum(squares.tolist()), dtype=torch.float64).sqrt()
+    return torch.tensor(math.fsum(squares.tolist()), dtype=torch.float64, device="cpu").sqrt()
 
 
 def norm_over_ranks(comm, tensors, p: float, *, foreach: bool | None = None, dtype=None) -> torch.Tensor:

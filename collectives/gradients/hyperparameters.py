@@ -64,7 +64,7 @@ class HyperparameterCheck:
         if self._own is None:
             self._own = torch.empty(2, dtype=torch.int64, device=comm.device)
             self._gathered = torch.empty(comm.size, 2, dtype=torch.int64, device=comm.device)
-            self._on_host = torch.empty(comm.size, 2, dtype=torch.int64, pin_memory=True)
+            self._on_host = torch.empty(comm.size, 2, dtype=torch.int64, pin_memory=True, device="cpu")
             self._copied = None
             changed = True
         if changed:  # filled by value: a copy from the host would wait

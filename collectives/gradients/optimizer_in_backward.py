@@ -166,7 +166,9 @@ class OptimizerInBackward:
         clip = None
         if self._norm is not None and self._max_norm is not None:
             norm = self._norm.norm if isinstance(self._norm, Statistics) else self._norm
-            norm = torch.as_tensor(norm, dtype=torch.float64)
+            if not isinstance(norm, torch.Tensor):
+                norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+            norm = norm.double()
             norm = norm if scale is None else norm / scale.to(norm.device, torch.float64)
             clip = clip_coefficient(norm, self._max_norm)
         found = FusedOptimizer._parse_found_nonfinite(*self._nonfinite_counts, found_inf)

@@ -62,7 +62,7 @@ class RoundFlags:
         self._on_cuda = comm.device.type == "cuda"
         self.is_async = self._on_cuda
         self._sent = comm.empty(length, torch.int32)
-        self._own = torch.empty(length, dtype=torch.int32) if self._on_cuda else self._sent
+        self._own = torch.empty(length, dtype=torch.int32, device="cpu") if self._on_cuda else self._sent
         self._numbers = self._own.numpy()
         self._usual = self._accumulated = self._copy = self._copied = None
 
@@ -124,7 +124,7 @@ class RoundFlags:
             self._copy = self._accumulated
         elif self._copied is None and not torch.cuda.is_current_stream_capturing():
             if self._copy is None:
-                self._copy = torch.empty(self._accumulated.shape, dtype=torch.int32, pin_memory=True)
+                self._copy = torch.empty(self._accumulated.shape, dtype=torch.int32, pin_memory=True, device="cpu")
             self._copy.copy_(self._accumulated, non_blocking=True)
             self._copied = torch.cuda.current_stream(self._accumulated.device).record_event()
 

@@ -149,7 +149,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx, *grads):
         process_set = ctx.process_set
         reduced = _grouped_allreduce({"op": Average, "process_set": process_set}, grads)
-        rows = synchronize(ops.allgather_async(torch.tensor([ctx.rows]), None, process_set, _waits=True))
+        rows = synchronize(ops.allgather_async(torch.tensor([ctx.rows], device="cpu"), None, process_set, _waits=True))
         before = rows[: process_set.rank()].sum(0).tolist()
         parts = [grad.narrow(0, at, own) for grad, at, own in zip(reduced, before, ctx.rows, strict=True)]
         return None, None, *parts

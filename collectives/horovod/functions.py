@@ -50,12 +50,12 @@ def broadcast_object(obj, root_rank: int = 0, name: str | None = None, process_s
     """
     current().controller(process_set)
     mine = process_set.ranks[process_set.rank()] == root_rank
-    picklable, data = _seal_pickle(obj) if mine else (True, torch.empty(0, dtype=torch.uint8))
-    head = torch.tensor([picklable, data.numel()], dtype=torch.int64)
+    picklable, data = _seal_pickle(obj) if mine else (True, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    head = torch.tensor([picklable, data.numel()], dtype=torch.int64, device="cpu")
     synchronize(broadcast_async_(head, root_rank, name and f"{name}.sz", process_set, _waits=True))
     picklable, nbytes = head.tolist()
     if not mine:
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     synchronize(broadcast_async_(data, root_rank, name and f"{name}.t", process_set, _waits=True))
     if not picklable:
         raise ValueError(f"broadcast_object: rank {root_rank}'s object can't be pickled: {_to_text(data)}")
@@ -76,7 +76,7 @@ def allgather_object(obj, name: str | None = None, process_set: ProcessSet = glo
     pickled.
     """
     picklable, data = _seal_pickle(obj)
-    head = torch.tensor([[picklable, data.numel()]], dtype=torch.int64)
+    head = torch.tensor([[picklable, data.numel()]], dtype=torch.int64, device="cpu")
     heads = synchronize(allgather_async(head, name and f"{name}.sz", process_set, _waits=True)).tolist()
     joined = synchronize(allgather_async(data, name and f"{name}.t", process_set, _waits=True))
     parts = joined.split([nbytes for _, nbytes in heads])

@@ -296,7 +296,7 @@ class Executor:
         tensor, splits = entry.inputs[0], entry.splits
         if splits is None:
             splits = [tensor.shape[0] // self.size] * self.size
-        sent = torch.tensor(splits, dtype=torch.int64)
+        sent = torch.tensor(splits, dtype=torch.int64, device="cpu")
         received = torch.empty_like(sent)
         self.control.all_to_all(received, sent)
         rows = received.tolist()

@@ -152,7 +152,7 @@ class SparseGradient(_SingleGradient):
         if grad is None:
             rows = torch.zeros((1, 0), dtype=torch.int64, device=param.device)
             values = torch.zeros((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-            grad = torch.sparse_coo_tensor(rows, values, param.shape, check_invariants=False)
+            grad = torch.sparse_coo_tensor(rows, values, param.shape, check_invariants=False, device=param.device)
         return grad if grad.is_sparse else grad.to_sparse(1)
 
     def submit(self, controller, *, waits: bool) -> None:

@@ -255,7 +255,8 @@ class GradientReducer:
         """
         if self._filler.closed or loss is None or self.op not in (Average, Sum):
             return loss
-        tensor = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+        is_tensor = isinstance(loss, torch.Tensor)
+        tensor = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         name = f"{self._prefix}loss of {next(iter(self._states.values())).name}"
         result = synchronize(allreduce_async(tensor, name=name, op=self.op, process_set=self._process_set, _waits=True))
-        return result if isinstance(loss, torch.Tensor) else result.item()
+        return result if is_tensor else result.item()

@@ -337,7 +337,9 @@ def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
         rows, elements = synchronize(indices), synchronize(values)
         if op == Average:
             elements = elements / size if elements.is_floating_point() else elements // size
-        return torch.sparse_coo_tensor(rows.t(), elements, tensor.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            rows.t(), elements, tensor.shape, check_invariants=False, device=tensor.device
+        ).coalesce()
 
     return finish
 

@@ -74,7 +74,7 @@ _captured: list[torch.Tensor] = []  # memory that CUDA graphs read at each repla
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _copied_from(memory: torch.Tensor, array: numpy.ndarray, device: torch.device) -> torch.Tensor:

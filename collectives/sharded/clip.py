@@ -107,7 +107,7 @@ def clip_grad_norm_(module: nn.Module, units, max_norm, norm_type=2.0, error_if_
     params += [param for param in module.parameters() if id(param) not in forms]
     if any(param.grad is not None for param in params):
         return torch_clip.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    return torch.zeros((), device=params[0].device) if params else torch.tensor(0.0)
+    return torch.zeros((), device=params[0].device) if params else torch.tensor(0.0, device="cpu")
 
 
 @functools.cache

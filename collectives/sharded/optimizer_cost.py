@@ -140,7 +140,7 @@ def _probe(make: Callable, dtype: torch.dtype) -> Cost:
 
 def _step(make: Callable, count: int, dtype: torch.dtype):
     """Make two steps; return the optimizer, and the peak of temporary bytes in the second one."""
-    params = [nn.Parameter(torch.ones(_COUNT, dtype=dtype)) for _ in range(count)]
+    params = [nn.Parameter(torch.ones(_COUNT, dtype=dtype, device="cpu")) for _ in range(count)]
     optimizer = make(params)
     for _ in range(2):
         for param in params:

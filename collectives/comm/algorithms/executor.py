@@ -173,7 +173,7 @@ class AlgorithmExecutor:
         """
         nbytes = key.count * ITEMSIZE[key.code]
         scatters = key.name == "reduce_scatter"
-        copy = torch.empty(nbytes * (self._comm.size if scatters else 1), dtype=torch.uint8)
+        copy = torch.empty(nbytes * (self._comm.size if scatters else 1), dtype=torch.uint8, device="cpu")
         begin = copy.data_ptr()
         result = begin + nbytes * self._comm.rank if scatters else begin
         ctypes.memmove(begin, inp, copy.numel())

@@ -58,7 +58,7 @@ class CallKey(NamedTuple):
 
 def round_to_dtype(value, code: int):
     """Return a premultiplied sum's factor rounded to the array's dtype, as the engines use it."""
-    return torch.tensor(value, dtype=TORCH_DTYPES[code]).item() if code in FLOATING else value
+    return torch.tensor(value, dtype=TORCH_DTYPES[code], device="cpu").item() if code in FLOATING else value
 
 
 def sums_in_fp32(code: int, op: int) -> bool:
@@ -224,8 +224,8 @@ class ExecutionPlan:
     def _zero_source(self, code: int) -> int:
         """Return the address of an array of zeros that is as long as the longest launch."""
         if self._pad is None:
-            pad = torch.full((self._pad_count,), -0.0 if code in FLOATING else 0, dtype=TORCH_DTYPES[code])
-            self._pad = self._to_device(pad)  # -0.0 changes no sign
+            zero = -0.0 if code in FLOATING else 0  # -0.0 changes no sign
+            self._pad = self._to_device(torch.full((self._pad_count,), zero, dtype=TORCH_DTYPES[code], device="cpu"))
         return self._pad.data_ptr()
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ class ExecutionPlan:
         fixed = [at + (scratch if base == _SCRATCH else 0) for at, base in self._sources]
         columns = [fixed, *([int(base in which) for _, base in self._sources] for which in ((0, 1), (_SCRATCH,)))]
         self._fixed, self._of_caller, self._of_scratch = self._to_device(
-            torch.tensor(columns, dtype=torch.int64)
+            torch.tensor(columns, dtype=torch.int64, device="cpu")
         ).unbind()
         self._table = torch.empty_like(self._fixed)
         self._last_input: int | None = None  # whose address is in the table, on the host

@@ -295,8 +295,8 @@ class MultiNodeComm:
 
         A collective.
         """
-        table = torch.empty((self.size, 2), dtype=torch.int64)
-        mine = torch.tensor([color, key], dtype=torch.int64)
+        table = torch.empty((self.size, 2), dtype=torch.int64, device="cpu")
+        mine = torch.tensor([color, key], dtype=torch.int64, device="cpu")
         self.all_gather(mine.data_ptr(), table.data_ptr(), 2, DTYPES["int64"])
         self._num_splits += 1
         if color < 0:

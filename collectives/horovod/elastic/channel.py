@@ -33,10 +33,12 @@ class HorovodChannel(elastic.Channel):
         broadcast_optimizer_state(optimizer, root_rank=0)
 
     def gather_numbers(self, numbers: list[int]) -> list[int]:
-        return synchronize(allgather_async(torch.tensor(numbers, dtype=torch.int64), _waits=True)).tolist()
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return synchronize(allgather_async(mine, _waits=True)).tolist()
 
     def maximum(self, values: list[float]) -> list[float]:
-        return synchronize(allreduce_async(torch.tensor(values, dtype=torch.float64), op=Max, _waits=True)).tolist()
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return synchronize(allreduce_async(mine, op=Max, _waits=True)).tolist()
 
 
 CHANNEL = HorovodChannel()

@@ -131,7 +131,7 @@ class DistWrapper:
         """
         if self._control is None:
             return parts
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         counts = [part.numel() for part in parts]
         self._exchange(self._control.all_to_all, received, torch.cat(parts), sizes, counts)
         return list(received.split(sizes))

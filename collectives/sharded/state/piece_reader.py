@@ -95,7 +95,7 @@ class PieceReader(StateReader):
 
     def _pack(self, items: list[ReadItem]) -> torch.Tensor:
         """Return the elements that a rank has asked for, in one buffer."""
-        made, end = torch.empty(self._size_of(items), dtype=torch.uint8), 0
+        made, end = torch.empty(self._size_of(items), dtype=torch.uint8, device="cpu"), 0
         for item in items:
             begin = align_offset(end)
             end = self._end_of(item, begin)

@@ -32,7 +32,7 @@ class HostSnapshot:
     """
 
     def __init__(self):
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: list[tuple] | None = None
         self._buffers: list[torch.Tensor | None] = []
         self._events: list = []
@@ -102,8 +102,8 @@ class HostSnapshot:
             offsets.append(end)
             end += 0 if each is None else align_offset(each.numel() * each.element_size())
         self._layout, self._buffers = None, []
-        self.data = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
-        self.data = torch.empty(end, dtype=torch.uint8, pin_memory=pinned)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
+        self.data = torch.empty(end, dtype=torch.uint8, pin_memory=pinned, device="cpu")
         for each, offset in zip(there, offsets, strict=True):
             part = None
             if each is not None:

@@ -121,7 +121,7 @@ class StateReader(StorageReader):
             entry = self.entries[key]
             value: Any = None
             if isinstance(entry, TensorStorageMetadata):
-                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
                 if rest[0] == "state" and len(rest) == 3 and rest[2] != "step":
                     named = by_name.get(rest[1])
                     if named is not None and named.owned is not None and not named.has_state:
