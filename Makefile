@@ -22,9 +22,6 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard MANIFEST.in collectives/*.pyx c
 CUDA_EXTRA_OF := "cuda13" if (torch.version.cuda or "").startswith("13.") else "cuda12"
 CUDA_EXTRA := import torch; print($(CUDA_EXTRA_OF))
 
-# Prints the requirements of the extras that are its arguments. An install of the extras by name would build the package again.
-REQUIREMENTS := import sys; from importlib.metadata import requires; print(*(each.split(";")[0] for each in requires("collectives") if each.split("extra == ")[-1].strip("\" ") in sys.argv[1:]), sep="\n")
-
 .DELETE_ON_ERROR:
 .PHONY: demo test thorough matrix lint sanitize bench counts gpu docs wheel wheel-aarch64 mpi setup clean FORCE
 
@@ -72,14 +69,14 @@ gpu:
 # The site of docs/ and of the docstrings, in out/site. Strict: a link that leads nowhere is a failure. It needs neither torch nor
 # a build, since docstrings are read from the sources; so its environment is its own.
 DOCS_VENV ?= .venv-docs
-DOCS_EXTRA := import re; print(re.sub("[\",]", "", re.search(r"^docs = \[(.*)\]", open("pyproject.toml").read(), re.M)[1]))
 docs: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 	@echo "site: python3 -m http.server --directory out/site"
 
 $(DOCS_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $$($(PYTHON) -c '$(DOCS_EXTRA)')
+	$(PYTHON) tools/requirements.py docs >$(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r $(DOCS_VENV)/requirements.txt
 	@touch $@
 
 # In dist/: the sdist, and a manylinux wheel for each Python that is found here, PYTHONS="python3.11 ..." naming others. Built by
@@ -93,10 +90,10 @@ wheel: $(WHEEL_VENV)/.installed
 wheel-aarch64: $(WHEEL_VENV)/.installed
 	$(WHEEL_VENV)/bin/python tools/wheel.py --aarch64 $(if $(PYTHONS),--python $(PYTHONS))
 
-WHEEL_EXTRA := import re; print(re.sub("[\",]", "", re.search(r"^wheel = \[(.*)\]", open("pyproject.toml").read(), re.M)[1]))
 $(WHEEL_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $$($(PYTHON) -c '$(WHEEL_EXTRA)')
+	$(PYTHON) tools/requirements.py wheel >$(WHEEL_VENV)/requirements.txt
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet -r $(WHEEL_VENV)/requirements.txt
 	@touch $@
 
 setup: $(VENV)/.installed
@@ -114,23 +111,25 @@ $(VENV)/.torch: FORCE | $(BIN)/python
 # The package, built in place, and what the demo needs.
 $(VENV)/.built: $(VENV)/.torch $(BUILT_FROM)
 	@command -v g++ >/dev/null || { echo "g++ not found: a C++17 compiler builds the host engine (Debian: apt-get install g++)" >&2; exit 1; }
+	$(PIP) uninstall -qq --yes collectives  # the name that this distribution had, and that a stranger has on PyPI
 	extra=$$($(BIN)/python -c 'import torch; print("," + ($(CUDA_EXTRA_OF)) if torch.version.cuda else "")') && $(PIP) install -e ".[demo$$extra]"
 	@touch $@
 
 # What the tests need beside it.
 $(VENV)/.installed: $(VENV)/.built
-	extra=$$($(BIN)/python -c '$(CUDA_EXTRA)') && $(BIN)/python -c '$(REQUIREMENTS)' test $$extra >$(VENV)/requirements.txt && $(PIP) install -r $(VENV)/requirements.txt
+	extra=$$($(BIN)/python -c '$(CUDA_EXTRA)') && $(BIN)/python tools/requirements.py test $$extra >$(VENV)/requirements.txt && $(PIP) install -r $(VENV)/requirements.txt
 	@touch $@
 
 # Open MPI and MPICH for the tests that start ranks with the real mpirun; without them those tests are skipped, so this never
 # fails: it says what it could not do.
+MPI_LOG := out/mpi.log
 mpi:
 	@if command -v mpirun.openmpi >/dev/null && command -v mpiexec.hydra >/dev/null; then :; \
 	elif ! command -v apt-get >/dev/null; then echo "mpi: no apt-get here; tests that need Open MPI or MPICH will be skipped"; \
 	elif [ "$$(id -u)" != 0 ]; then echo "mpi: not root, so Open MPI and MPICH are not installed; their tests will be skipped"; \
-	else echo "mpi: installing openmpi-bin and mpich"; \
-	  { timeout 120 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -qq --no-install-recommends openmpi-bin mpich; } </dev/null >$(VENV)/mpi.log 2>&1 \
-	  || echo "mpi: apt-get could not install them (see $(VENV)/mpi.log); tests that need them will be skipped"; \
+	else echo "mpi: installing openmpi-bin and mpich"; mkdir -p $(dir $(MPI_LOG)); \
+	  { timeout 120 apt-get -qq update; DEBIAN_FRONTEND=noninteractive timeout 300 apt-get install -qq --no-install-recommends openmpi-bin mpich; } </dev/null >$(MPI_LOG) 2>&1 \
+	  || echo "mpi: apt-get could not install them (see $(MPI_LOG)); tests that need them will be skipped"; \
 	fi
 
 clean:

@@ -56,7 +56,7 @@ _USAGE = """usage: python -m collectives.auto SCRIPT [ARGUMENT ...]
 Run a program as python itself would, with DDP models sped up as by `import collectives.auto`.
 Python processes that the program starts get it, too (those of this environment, unless started with -I, -E or -S).
 Under a launcher: torchrun --nproc-per-node 2 -m collectives.auto SCRIPT [ARGUMENT ...]
-Settings: COLLECTIVES_WIRE, COLLECTIVES_BLOCK and COLLECTIVES_STREAMS, see docs/environment.md."""
+Settings: COLLECTIVES_WIRE, COLLECTIVES_BLOCK and COLLECTIVES_STREAMS: HookState's wire, block and streams."""
 
 _log = logging.getLogger("collectives.auto")
 # Tables, because attributes of a DDP object would be copied and pickled with it.

@@ -3,7 +3,7 @@
 It wraps torch's own launcher. It takes all of ``torchrun``'s options, with the same meaning, and
 mpirun's and horovodrun's spellings of them. The system chooses the port, so concurrent jobs don't
 collide. The ranks divide the cores. The exit code is that of the rank that failed first, which a
-message names. All launchers: docs/launchers.md.
+message names.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class _RefuseHosts(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         parser.error(
-            f"{option_string}: the ranks of this machine are started, -n says how many; for several machines run a "
-            "command on each, see 'Several nodes' in docs/launchers.md"
+            f"{option_string}: the ranks of this machine are started, -n says how many; for several machines run this "
+            "command on each, with the same --nnodes, --master-addr and --master-port and its own --node-rank"
         )
 
 

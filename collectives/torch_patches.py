@@ -1,8 +1,10 @@
 """Patches: changes to torch's own objects, each recorded with its reason and its undo.
 
-`patch_attribute` and `record_patch` make all of them.
+`patch_attribute` and `record_patch` make all of them. docs/environment.md lists what is changed, and
+when.
 
-Two are made when collectives is imported.
+Two are made when `collectives.gradients` is imported, which the DDP hook, sharded modules and
+`GradientBuckets` use (`install`).
 
 ``DistributedDataParallel.register_comm_hook``: a hook gets buckets of parameters, which don't say
 which module they belong to, nor over which ranks. The wrapper calls the observers first, so that
@@ -160,7 +162,7 @@ def _record_ddp(ddp) -> None:
 
 @functools.cache
 def install() -> None:
-    """Make the two changes of this module, once per process."""
+    """Let DDP's ``register_comm_hook`` and GradScaler's ``scale`` record their objects; once per process."""
     register = DistributedDataParallel.register_comm_hook
 
     @functools.wraps(register)
@@ -414,6 +416,3 @@ def _drop_state(module: torch.nn.Module, state) -> None:
         if isinstance(value, dict):
             for key in [key for key, held in value.items() if held is state]:
                 del value[key]
-
-
-install()

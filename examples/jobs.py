@@ -2,7 +2,7 @@
 and leave.
 
 An example's main is ``jobs.run(train, arguments)``. Its last line on stdout is one JSON object, by
-rank 0.
+rank 0, or a sentence, with the JSON in a file.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tqdm import tqdm
 import collectives
 
 
-def run(train, arguments, gpu_backend="gloo", repeatable=True):
+def run(train, arguments, gpu_backend="gloo", repeatable=True, describe=None):
     """Call ``train(arguments, comm)`` as a rank of this job; return the exit status: 0 if all went
     well.
 
@@ -27,7 +27,8 @@ def run(train, arguments, gpu_backend="gloo", repeatable=True):
     ranks are started by torchrun, mpirun or srun, or there is one alone. `arguments.plot` is where
     `train` leaves its plot. `gpu_backend`: what torch.distributed takes GPU tensors over; NCCL
     wants a GPU for each rank. `repeatable`: a GPU computes the same bits each time, as most examples
-    compare them; some operations take longer then.
+    compare them; some operations take longer then. `describe`: returns the sentence that is printed
+    in place of the JSON, which goes into the file `arguments.json`.
     """
     if repeatable and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matrix product
@@ -39,7 +40,11 @@ def run(train, arguments, gpu_backend="gloo", repeatable=True):
     result, passed = train(arguments, comm)
     if comm.rank == 0:  # before the others leave: a launcher ends all ranks once one has failed
         print(f"plot: {arguments.plot}")
-        print(json.dumps(result), flush=True)
+        if describe is not None:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result) + "\n")
+            print(f"numbers: {arguments.json}")
+        print(json.dumps(result) if describe is None else describe(result), flush=True)
     # Gloo may abort the process at its exit while a DDP object is alive: train() has dropped its
     # own, now end in order.
     gc.collect()

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = 10, 14  # Python 3.x that are looked for
 SYSTEMS = ("libdl.so.2", "libpthread.so.0")  # where older glibcs have the functions of portable.h
 CROSS = "aarch64-linux-gnu"
-PACKAGE = "collectives"
+PACKAGE, DISTRIBUTION = "collectives", "torch_collectives"  # the latter as file names have it
 PROBE = """
 import os, sys, sysconfig
 header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
@@ -67,7 +67,7 @@ def run(command, **options):
 def make_sdist(out):
     """Build the sdist into the folder ``out``; return its path."""
     run([sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, ROOT], stdout=subprocess.DEVNULL)
-    return max(out.glob(f"{PACKAGE}-*.tar.gz"), key=lambda path: path.stat().st_mtime_ns)
+    return max(out.glob(f"{DISTRIBUTION}-*.tar.gz"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def unpack(sdist, folder):
@@ -130,7 +130,7 @@ def check_contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tops = {name.split("/")[0] for name in names}
-    others = {top for top in tops if top != PACKAGE and not re.fullmatch(rf"{PACKAGE}-[^/]*\.dist-info", top)}
+    others = {top for top in tops if top != PACKAGE and not re.fullmatch(rf"{DISTRIBUTION}-[^/]*\.dist-info", top)}
     if others:
         sys.exit(f"wheel: {wheel.name} holds {sorted(others)} beside {PACKAGE}/")
     kinds = (".py", ".pyi", ".typed")

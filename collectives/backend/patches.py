@@ -8,25 +8,22 @@ import functools
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory
 from ..rendezvous.process_groups import find_group_backend
 from ..torch_compat import group_timeout_setter, untraced
 from ..torch_patches import patch_attribute
 
-__all__ = ["install"]
+__all__ = ["install", "install_for_groups"]
 
 
 @functools.cache
 def install() -> None:
-    """Make torch's functions that look at a group's class work on groups of this backend.
+    """Make ``monitored_barrier`` and ``batch_isend_irecv`` work on groups of this backend.
 
-    Those are ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout``. Blocking ``send``
-    and ``recv`` are made faster, and DistributedDataParallel's buckets on the host are allocated in
-    memory that the ranks share.
+    Done where the backend is registered, since a program that imports them by name before its first
+    group would keep torch's own, with which they fail.
     """
-    _share_buckets()
     c10d = dist.distributed_c10d
-    barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
+    barrier, batch = c10d.monitored_barrier, c10d.batch_isend_irecv
 
     @untraced
     @functools.wraps(barrier)
@@ -51,6 +48,24 @@ def install() -> None:
             raise
         return [backend.end_coalescing(device)]
 
+    for module in (c10d, dist):
+        patch_attribute(module, "monitored_barrier", monitored_barrier, "torch refuses it for all backends but Gloo")
+        patch_attribute(
+            module, "batch_isend_irecv", batch_isend_irecv,
+            "torch issues a batch call by call on process groups that are subclasses, and NCCL needs it as one group",
+        )  # fmt: skip
+
+
+@functools.cache
+def install_for_groups() -> None:
+    """Make the changes that only a program with a group of this backend needs.
+
+    ``_set_pg_timeout`` works on these groups. Blocking ``send`` and ``recv`` are faster on them, and
+    DistributedDataParallel's buckets on the host are allocated in memory that the ranks share.
+    """
+    _share_buckets()
+    c10d, set_timeout = dist.distributed_c10d, group_timeout_setter()
+
     @untraced
     @functools.wraps(set_timeout)
     def _set_pg_timeout(timeout, group=None):
@@ -64,14 +79,11 @@ def install() -> None:
     for module in (c10d, dist):
         for name, call in blocking.items():
             patch_attribute(module, name, call, "torch's is a non-blocking one and a wait, which would wake a thread")
-        patch_attribute(module, "monitored_barrier", monitored_barrier, "torch refuses it for all backends but Gloo")
-        patch_attribute(
-            module, "batch_isend_irecv", batch_isend_irecv,
-            "torch issues a batch call by call on process groups that are subclasses, and NCCL needs it as one group",
-        )  # fmt: skip
 
 
 def _share_buckets() -> None:
+    from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory  # whose package changes torch's DDP
+
     init_reducer = DistributedDataParallel._ddp_init_helper
 
     @untraced

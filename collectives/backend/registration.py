@@ -37,6 +37,7 @@ def create_backend(options, backend_options=None):
     """
     from .mixed import create  # subclasses torch's ProcessGroup: only for programs that use it
 
+    patches.install_for_groups()
     return create(options, backend_options)
 
 

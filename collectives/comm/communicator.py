@@ -9,7 +9,9 @@ the checks, `opening` and `closing` the begin and the end of a communicator.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from hashlib import sha256
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -30,6 +32,9 @@ from .lifetime import ClosedHandle, open_comms
 from .registration import CommMemory, Registration
 from .watchdog import watch, watch_child
 from .work import Work
+
+if TYPE_CHECKING:
+    from ..argument_types import Algorithm, Array, Op, Stream
 
 __all__ = ["Communicator"]
 
@@ -60,6 +65,24 @@ class Communicator(CommMemory):
     native or direct on the host, by direct on NCCL; the same on all ranks; children inherit it.
     `config`: a `CommConfig` or a dict of its fields, which children inherit; the same on all ranks.
     """
+
+    engine: Engine
+    """The loaded library, and the type of its device."""
+    rank: int
+    """The number of this rank, from 0."""
+    size: int
+    """The number of ranks."""
+    local_rank: int
+    """The number of this rank among those of its node."""
+    local_size: int
+    """The number of ranks on this rank's node."""
+    device: torch.device
+    """The device whose memory is sent."""
+    config: CommConfig
+    """The settings of NCCL with which it was opened."""
+    peers: tuple | None
+    """One record a rank, with its ``rank``, ``host``, ``pid`` and ``device``; None for a communicator
+    that `init()` has not opened."""
 
     def __init__(
         self, engine: Engine, unique_id: bytes, rank: int, size: int, *,
@@ -149,9 +172,28 @@ class Communicator(CommMemory):
     def __reduce__(self):
         raise InvalidUsage("a communicator can't be pickled or copied: open one in each process", rank=self.rank)
 
+    @overload
+    def all_reduce(
+        self, array: Array, op: Op = "sum", *, async_op: Literal[False] = False, algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None, out: Array | None = None
+    ) -> None: ...
+
+    @overload
+    def all_reduce(
+        self, array: Array, op: Op = "sum", *, async_op: Literal[True], algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None, out: Array | None = None
+    ) -> Work: ...
+
+    @overload
+    def all_reduce(
+        self, array: Array, op: Op = "sum", *, async_op: bool, algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None, out: Array | None = None
+    ) -> Work | None: ...
+
     @with_fast_path
     def all_reduce(
-        self, array, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None, out=None
+        self, array: Array, op: Op = "sum", *, async_op: bool = False, algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None, out: Array | None = None
     ) -> Work | None:
         """Reduce `array` over all ranks, in place, or into `out`; every rank gets the result.
 
@@ -167,17 +209,53 @@ class Communicator(CommMemory):
         """
         return operations.all_reduce(self, array, op, async_op, algorithm, stream, share, out)
 
+    @overload
+    def reduce(
+        self, array: Array, root: int = 0, op: Op = "sum", *, async_op: Literal[False] = False, stream: Stream = None
+    ) -> None: ...
+
+    @overload
+    def reduce(
+        self, array: Array, root: int = 0, op: Op = "sum", *, async_op: Literal[True], stream: Stream = None
+    ) -> Work: ...
+
+    @overload
+    def reduce(
+        self, array: Array, root: int = 0, op: Op = "sum", *, async_op: bool, stream: Stream = None
+    ) -> Work | None: ...
+
     @with_fast_path
-    def reduce(self, array, root: int = 0, op="sum", *, async_op: bool = False, stream=None) -> Work | None:
+    def reduce(
+        self, array: Array, root: int = 0, op: Op = "sum", *, async_op: bool = False, stream: Stream = None
+    ) -> Work | None:
         """Reduce `array` over all ranks; `root` gets the result, in place.
 
         The other ranks' arrays are not changed. `op` and dtypes as in `all_reduce`. C: ncclReduce.
         """
         return operations.reduce(self, array, root, op, async_op, stream)
 
+    @overload
+    def reduce_scatter(
+        self, out: Array, inp: Array, op: Op = "sum", *, async_op: Literal[False] = False,
+        algorithm: Algorithm | None = None, stream: Stream = None, share: Array | None = None
+    ) -> None: ...
+
+    @overload
+    def reduce_scatter(
+        self, out: Array, inp: Array, op: Op = "sum", *, async_op: Literal[True], algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None
+    ) -> Work: ...
+
+    @overload
+    def reduce_scatter(
+        self, out: Array, inp: Array, op: Op = "sum", *, async_op: bool, algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None
+    ) -> Work | None: ...
+
     @with_fast_path
     def reduce_scatter(
-        self, out, inp, op="sum", *, async_op: bool = False, algorithm=None, stream=None, share=None
+        self, out: Array, inp: Array, op: Op = "sum", *, async_op: bool = False, algorithm: Algorithm | None = None,
+        stream: Stream = None, share: Array | None = None
     ) -> Work | None:
         """Reduce `inp` over all ranks; rank r gets part r of `size` equal ones in `out`.
 
@@ -187,8 +265,28 @@ class Communicator(CommMemory):
         """
         return operations.reduce_scatter(self, out, inp, op, async_op, algorithm, stream, share)
 
+    @overload
+    def all_gather(
+        self, out: Array, inp: Array, *, async_op: Literal[False] = False, algorithm: Algorithm | None = None,
+        stream: Stream = None
+    ) -> None: ...
+
+    @overload
+    def all_gather(
+        self, out: Array, inp: Array, *, async_op: Literal[True], algorithm: Algorithm | None = None,
+        stream: Stream = None
+    ) -> Work: ...
+
+    @overload
+    def all_gather(
+        self, out: Array, inp: Array, *, async_op: bool, algorithm: Algorithm | None = None, stream: Stream = None
+    ) -> Work | None: ...
+
     @with_fast_path
-    def all_gather(self, out, inp, *, async_op: bool = False, algorithm=None, stream=None) -> Work | None:
+    def all_gather(
+        self, out: Array, inp: Array, *, async_op: bool = False, algorithm: Algorithm | None = None,
+        stream: Stream = None
+    ) -> Work | None:
         """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
 
         `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of
@@ -196,14 +294,44 @@ class Communicator(CommMemory):
         """
         return operations.all_gather(self, out, inp, async_op, algorithm, stream)
 
+    @overload
+    def broadcast(
+        self, array: Array, root: int = 0, *, async_op: Literal[False] = False, stream: Stream = None
+    ) -> None: ...
+
+    @overload
+    def broadcast(self, array: Array, root: int = 0, *, async_op: Literal[True], stream: Stream = None) -> Work: ...
+
+    @overload
+    def broadcast(self, array: Array, root: int = 0, *, async_op: bool, stream: Stream = None) -> Work | None: ...
+
     @with_fast_path
-    def broadcast(self, array, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
+    def broadcast(self, array: Array, root: int = 0, *, async_op: bool = False, stream: Stream = None) -> Work | None:
         """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
         return operations.broadcast(self, array, root, async_op, stream)
 
+    @overload
+    def all_to_all(
+        self, out: Array, inp: Array, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, *, async_op: Literal[False] = False, stream: Stream = None
+    ) -> None: ...
+
+    @overload
+    def all_to_all(
+        self, out: Array, inp: Array, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, *, async_op: Literal[True], stream: Stream = None
+    ) -> Work: ...
+
+    @overload
+    def all_to_all(
+        self, out: Array, inp: Array, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, *, async_op: bool, stream: Stream = None
+    ) -> Work | None: ...
+
     @with_fast_path
     def all_to_all(
-        self, out, inp, output_split_sizes=None, input_split_sizes=None, *, async_op: bool = False, stream=None
+        self, out: Array, inp: Array, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, *, async_op: bool = False, stream: Stream = None
     ) -> Work | None:
         """Send part r of `inp` to rank r, and receive rank r's into part r of `out`.
 
@@ -215,8 +343,26 @@ class Communicator(CommMemory):
         """
         return operations.all_to_all(self, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
 
+    @overload
+    def gather(
+        self, out: Array | None, inp: Array, root: int = 0, *, async_op: Literal[False] = False,
+        stream: Stream = None
+    ) -> None: ...
+
+    @overload
+    def gather(
+        self, out: Array | None, inp: Array, root: int = 0, *, async_op: Literal[True], stream: Stream = None
+    ) -> Work: ...
+
+    @overload
+    def gather(
+        self, out: Array | None, inp: Array, root: int = 0, *, async_op: bool, stream: Stream = None
+    ) -> Work | None: ...
+
     @with_fast_path
-    def gather(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
+    def gather(
+        self, out: Array | None, inp: Array, root: int = 0, *, async_op: bool = False, stream: Stream = None
+    ) -> Work | None:
         """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
 
         `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
@@ -224,8 +370,26 @@ class Communicator(CommMemory):
         """
         return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
+    @overload
+    def scatter(
+        self, out: Array, inp: Array | None, root: int = 0, *, async_op: Literal[False] = False,
+        stream: Stream = None
+    ) -> None: ...
+
+    @overload
+    def scatter(
+        self, out: Array, inp: Array | None, root: int = 0, *, async_op: Literal[True], stream: Stream = None
+    ) -> Work: ...
+
+    @overload
+    def scatter(
+        self, out: Array, inp: Array | None, root: int = 0, *, async_op: bool, stream: Stream = None
+    ) -> Work | None: ...
+
     @with_fast_path
-    def scatter(self, out, inp, root: int = 0, *, async_op: bool = False, stream=None) -> Work | None:
+    def scatter(
+        self, out: Array, inp: Array | None, root: int = 0, *, async_op: bool = False, stream: Stream = None
+    ) -> Work | None:
         """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
 
         `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
@@ -233,8 +397,17 @@ class Communicator(CommMemory):
         """
         return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
+    @overload
+    def send(self, array: Array, peer: int, *, async_op: Literal[False] = False, stream: Stream = None) -> None: ...
+
+    @overload
+    def send(self, array: Array, peer: int, *, async_op: Literal[True], stream: Stream = None) -> Work: ...
+
+    @overload
+    def send(self, array: Array, peer: int, *, async_op: bool, stream: Stream = None) -> Work | None: ...
+
     @with_fast_path
-    def send(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
+    def send(self, array: Array, peer: int, *, async_op: bool = False, stream: Stream = None) -> Work | None:
         """Send `array` to rank `peer`, which must call `recv`. Takes any dtype.
 
         On the host it blocks until the peer has called `recv`, whatever the size: two ranks that both
@@ -243,8 +416,17 @@ class Communicator(CommMemory):
         """
         return operations.send_or_recv(self, "send", array, peer, async_op, stream)
 
+    @overload
+    def recv(self, array: Array, peer: int, *, async_op: Literal[False] = False, stream: Stream = None) -> None: ...
+
+    @overload
+    def recv(self, array: Array, peer: int, *, async_op: Literal[True], stream: Stream = None) -> Work: ...
+
+    @overload
+    def recv(self, array: Array, peer: int, *, async_op: bool, stream: Stream = None) -> Work | None: ...
+
     @with_fast_path
-    def recv(self, array, peer: int, *, async_op: bool = False, stream=None) -> Work | None:
+    def recv(self, array: Array, peer: int, *, async_op: bool = False, stream: Stream = None) -> Work | None:
         """Receive rank `peer`'s `send` into `array`. Takes any dtype. C: ncclRecv."""
         return operations.send_or_recv(self, "recv", array, peer, async_op, stream)
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from .._nccl import CONFIG_FIELDS, Library, format_version
 from ..arrays import kind_of
 from ..errors import InvalidArgument
@@ -17,6 +20,7 @@ __all__ = [
     "launches_in_order",
     "merge_config",
     "order_launches",
+    "order_launches_of_torch",
     "parse_config",
     "to_nccl",
 ]
@@ -111,8 +115,7 @@ class CommConfig:
     one-sided operations (2.29, 2.31, 2.31). `max_p2p_peers`: the most peers at one time of sends and
     receives (2.30). `graph_stream_ordering`: order operations while a graph is captured (2.30.7).
     `launch_order_implicit`: order the kernels of several communicators of a GPU as the host
-    launches them (2.31; see docs/gpu.md). `host_cft_mode`, `nvls_host_mode`: NCCL's codes (2.31,
-    2.32).
+    launches them (2.31). `host_cft_mode`, `nvls_host_mode`: NCCL's codes (2.31, 2.32).
     """
 
     min_ctas: int | None = None
@@ -200,16 +203,23 @@ def to_nccl(config: CommConfig, library: Library) -> dict[str, Any]:
     return settings
 
 
-def order_launches(library: Library) -> None:
-    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1 for NCCL 2.26 to 2.30, unless it is set.
+def order_launches(version: int) -> None:
+    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1 for NCCL 2.26 to 2.30, unless it is set. `version`: as 23203.
 
     With it the kernels of several communicators on one GPU run in the order in which the host has
     launched them, so that communicators on different streams can't deadlock. NCCL reads the
     variable at the first launch of the process. From 2.31 on it is a field of the config, which
     `to_nccl` sets; a variable would override what the program gives there.
     """
-    if _LAUNCH_ORDER_SINCE <= library.version < CONFIG_FIELDS["launchOrderImplicit"]:
+    if _LAUNCH_ORDER_SINCE <= version < CONFIG_FIELDS["launchOrderImplicit"]:
         os.environ.setdefault(_LAUNCH_ORDER, "1")
+
+
+def order_launches_of_torch() -> None:
+    """Do the same for torch's NCCL at the import: a program may launch by that one first."""
+    if torch.version.cuda and dist.is_available() and dist.is_nccl_available():
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+        order_launches(10000 * major + 100 * minor + patch)
 
 
 def launches_in_order(library: Library) -> bool:
@@ -223,9 +233,10 @@ def gather_config(library: Library) -> CommConfig | None:
     """Return the config of a communicator for all-gathers that run beside the computation.
 
     From NCCL 2.28.3 on it is ``CommConfig(cta_policy="zero")``: all-gathers between registered
-    windows (`Communicator.register_window`) then run on the copy engines and take no SMs; what that
-    needs is in docs/gpu.md, and without it NCCL uses its kernels. None for older libraries and for
-    the host engine, where such a communicator gains nothing. For ``comm.split(0, config=...)``.
+    windows (`Communicator.register_window`) then run on the copy engines and take no SMs, where the
+    driver and the ranks' places allow it; elsewhere NCCL uses its kernels. None for older libraries
+    and for the host engine, where such a communicator gains nothing. For
+    ``comm.split(0, config=...)``.
     """
     if library.is_host or library.version < _ZERO_CTA_SINCE:
         return None

@@ -214,12 +214,14 @@ def _open(name: str, override: str | None) -> _nccl.Library:
         if library.is_host:
             library.set_interrupt_check(True)  # so that Ctrl-C ends a wait inside the library
         return library
+    if override is None and (reason := _missing_device_reason(name)):
+        raise EngineUnavailable(f"engine {name!r} can't be used: {reason}")  # nor would it be with a library
     if override is not None:
         cure = f"that is what {_OVERRIDES[name]} names; correct or unset it"
     elif name == "nccl":
         cure = "install nvidia-nccl-cu12 or nvidia-nccl-cu13, or set COLLECTIVES_NCCL_LIBRARY to libnccl.so.2's path"
     else:
-        cure = "build it by installing this package (pip install .), or set COLLECTIVES_HOST_LIBRARY"
+        cure = "install this package again (python -m collectives.doctor has the line), or set COLLECTIVES_HOST_LIBRARY"
     tried = "; ".join(failures)
     raise EngineUnavailable(f"engine {name!r}: no library could be loaded; tried {tried}. Cure: {cure}")
 

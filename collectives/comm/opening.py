@@ -34,7 +34,7 @@ def open_native(engine, unique_id: bytes, rank: int, size: int, device, config: 
     if native is None and device.type == "cuda":
         library = engine.library
         settings = to_nccl(config, library) if config.to_dict() or library.has("ncclCommInitRankConfig") else None
-        order_launches(library)
+        order_launches(library.version)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates torch's CUDA context, which NCCL then uses
             native = library.comm_init_rank(size, unique_id, rank, config=settings)

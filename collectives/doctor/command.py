@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from .install import check_engine, check_install, check_torch, read_version, start_engine_probe
+from .install import PROBE_S, check_engine, check_install, check_torch, read_version, start_engine_probe
 from .launching import check_launcher, check_variables_set, read_identity
 from .node import check_cores, check_gpus, check_limits, check_memory
 from .probe import Outcome
@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks and print the report. Returns 1 where an error was found, else 0.
 
     `arguments`: default ``sys.argv``'s. Under a launcher rank 0 prints; every rank takes part in
-    the self-test, and the others return 0, since a launcher would end rank 0 for a failure.
+    the self-test, and the others return 0, since a launcher would end rank 0 for a failure. What is
+    waited for is a line on stderr.
     """
     options = _parse(arguments)
     identity = read_identity()
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _follow(options, identity.rank)
         return 0
     begin = time.monotonic()
+    _show_progress("importing torch, asking for the engines and the GPUs", PROBE_S)
     probe = start_engine_probe()
     ranks = (identity.local_size or identity.size) if launched else RANKS
     install, surroundings = check_install(), [*check_variables_set(), *check_launcher()]
@@ -56,7 +58,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m collectives.doctor",
         description="Check this install and its surroundings, and print the line that fixes what is wrong.",
-        epilog="The exit status is 1 where an error was found; warnings alone leave it 0. docs/doctor.md",
+        epilog="The exit status is 1 where an error was found; warnings alone leave it 0.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with all that was read")
     parser.add_argument("--no-test", dest="test", action="store_false", help="leave the self-test out")
@@ -65,6 +67,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not 1 <= options.timeout < 1e6:
         parser.error(f"--timeout {options.timeout:g}: not a number of seconds from 1 up")
     return options
+
+
+def _show_progress(text: str, seconds: float) -> None:
+    """Say on stderr what is done now, and how long it may take."""
+    print(f"doctor: {text}, up to {seconds:g} s ...", file=sys.stderr, flush=True)
 
 
 def _follow(options: argparse.Namespace, rank: int) -> None:
@@ -82,6 +89,7 @@ def _test(outcome: Outcome, launched: bool, limit: float) -> list[Finding]:
     chosen = outcome.values.get("chosen")
     if chosen is None:
         return []  # the findings say why
+    _show_progress("the ranks of the self-test all-reduce", limit)
     if launched:
         return check_self_test(chosen, [start_launched_rank(chosen, limit).wait()], True)
     findings = []

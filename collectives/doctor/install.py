@@ -6,6 +6,7 @@ import glob
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -15,15 +16,16 @@ import sys
 from .probe import PACKAGE_FOLDER, Outcome, Probe
 from .report import ERROR, OK, WARNING, Finding
 
-__all__ = ["check_engine", "check_install", "check_torch", "read_version", "start_engine_probe"]
+__all__ = ["PROBE_S", "check_engine", "check_install", "check_torch", "read_version", "start_engine_probe"]
 
 _OLDEST_PYTHON = (3, 10)
+_DISTRIBUTION, _OF_OTHERS = "torch-collectives", "collectives"  # names for pip; on PyPI the second is a stranger's
 _EXTENSIONS = ("_nccl", "_kernels")
 _LIBRARY = "_lib/libcollectives_host.so"
 _SOURCES = ("host/*.cpp", "host/*.h", "kernels/host/*", "kernels/include/coll/*")
 _CYTHON = ("*.pyx", "*.pxi", "*.pxd", "_nccl*.h")
 _TOLERANCE = 2.0  # seconds; a checkout writes all files at about the same time
-_PROBE_S = 60.0  # limit; importing torch from a cold disk is slow
+PROBE_S = 60.0  # limit; importing torch from a cold disk is slow
 _PROGRAM = """
 import ctypes, importlib, os, warnings
 emit(stage="import torch")
@@ -77,11 +79,22 @@ def read_version() -> str:
     return found[1] if found else "unknown"
 
 
-def _is_installed(name: str) -> bool:
+def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
     try:
-        return bool(importlib.metadata.version(name))
+        return importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return None
+
+
+def _reinstall() -> str:
+    """Return the line that installs this package again from where it came: a file, a URL, or the index."""
+    installed = _find_distribution(_DISTRIBUTION)
+    source = _DISTRIBUTION if installed is None else f"{_DISTRIBUTION}=={installed.version}"
+    origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
+    if origin:
+        vcs = origin.get("vcs_info")
+        source = f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}" if vcs else origin["url"]
+    return f"pip install --force-reinstall --no-deps {shlex.quote(source)}"
 
 
 def _find_other_copies() -> list[str]:
@@ -119,9 +132,9 @@ def check_install() -> list[Finding]:
         if importlib.util.find_spec(name) is None:
             text = f"{name} is not installed for this Python"
             findings.append(Finding(f"package.{name}", ERROR, text, f"pip install {name}"))
-    if _is_installed("nvidia-nccl-cu12") and _is_installed("nvidia-nccl-cu13"):
+    if _find_distribution("nvidia-nccl-cu12") and _find_distribution("nvidia-nccl-cu13"):
         text = "nvidia-nccl-cu12 and nvidia-nccl-cu13 both write nvidia/nccl/lib/libnccl.so.2"
-        keep, other = ("cu12", "cu13") if _is_installed("cupy-cuda12x") else ("cu13", "cu12")
+        keep, other = ("cu12", "cu13") if _find_distribution("cupy-cuda12x") else ("cu13", "cu12")
         remedy = f"pip uninstall -y nvidia-nccl-{other} && pip install --force-reinstall --no-deps nvidia-nccl-{keep}"
         findings.append(Finding("package.nccl", WARNING, text, remedy))
     return findings
@@ -140,7 +153,15 @@ def _check_package() -> list[Finding]:
     }  # fmt: skip
     text = f"collectives {values['version']}, {'a checkout' if checkout else 'installed'}: {PACKAGE_FOLDER}"
     findings = [Finding("package", OK, text, values=values)]
-    reinstall = "pip install --force-reinstall --no-deps collectives"
+    reinstall = _reinstall()
+    other = _find_distribution(_OF_OTHERS)
+    if other is not None and "collectives/__init__.py," in (other.read_text("RECORD") or ""):
+        text = (
+            f"the distribution {_OF_OTHERS!r} {other.version} is installed, too, and writes into the same folder: "
+            f"this package's is {_DISTRIBUTION!r}"
+        )
+        status = ERROR if values["version"] == "unknown" else WARNING
+        findings.append(Finding("package.name", status, text, f"pip uninstall -y {_OF_OTHERS} && {reinstall}"))
     build = f"cd {shlex.quote(root)} && python setup.py build_ext --inplace" if checkout else reinstall
     missing = [name for name, path in extensions.items() if path is None]
     if missing:
@@ -182,7 +203,7 @@ def _describe_missing(missing: list[str], others: list[str], root: str, install:
 
 def start_engine_probe() -> Probe:
     """Start the process that imports torch and this package, and lists engines and GPUs."""
-    return Probe(_PROGRAM, _PROBE_S)
+    return Probe(_PROGRAM, PROBE_S)
 
 
 def check_torch(outcome: Outcome) -> list[Finding]:
@@ -220,7 +241,7 @@ def check_engine(outcome: Outcome, install: str) -> list[Finding]:
     facts = {name: values.get(name) for name in names}
     parts = [
         f"{name} version {each['version']}, {each['path']}" if each["available"]
-        else f"{name} can't be used: {each['reason']}"
+        else each["reason"] if each["reason"].startswith("engine ") else f"{name} can't be used: {each['reason']}"
         for name, each in engines.items()
     ]  # fmt: skip
     chosen, host = values.get("chosen"), engines["host"]
@@ -254,4 +275,4 @@ def _find_library_remedy(text: str, install: str) -> str:
     for name in ("COLLECTIVES_HOST_LIBRARY", "COLLECTIVES_NCCL_LIBRARY"):
         if os.environ.get(name, "").strip() and name in text:
             return f"unset {name}"
-    return install or "pip install --force-reinstall --no-deps collectives"
+    return install or _reinstall()

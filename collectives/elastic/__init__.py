@@ -1,6 +1,6 @@
 """Elastic training: a job goes on without ranks that die, and with ranks that join.
 
-`run`, the states that it saves, syncs and restores, and a sampler. See docs/elastic.md.
+`run`, the states that it saves, syncs and restores, and a sampler.
 `ShardedState` is imported at its first use, since that imports `collectives.sharded`, and so much of
 torch.distributed.
 """

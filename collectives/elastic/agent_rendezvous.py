@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 
 from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
@@ -182,7 +182,8 @@ class AgentRendezvous(RendezvousHandler):
         self.late = rounds.has_begun()
         while True:
             if rounds.has_ended():
-                raise RendezvousClosedError(f"the elastic job at {self.store.place} has ended: nobody can join it")
+                # No error of torch's, whose traceback torchrun would print.
+                sys.exit(f"torchrun: the elastic job at {self.store.place} has ended: nobody can join it")
             if agents.number is None:
                 agents.enter()
             agents.keep_alive()

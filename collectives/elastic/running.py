@@ -51,7 +51,7 @@ def run(
     are waited for ``timeout`` seconds (600).
 
     Without that launcher it works for the ranks of one node on the host engine, under a launcher that
-    doesn't end the surviving ranks, and no rank joins later. See docs/elastic.md.
+    doesn't end the surviving ranks, and no rank joins later.
     """
     _check_count(reset_limit, "reset_limit", 0)
     _check_count(min_ranks, "min_ranks", 1)

@@ -1,6 +1,6 @@
 """Reader of the flight recorder's files: what a job's ranks did last, and what went wrong.
 
-``python -m collectives.flight DIR`` says it in words. See docs/flight-recorder.md.
+``python -m collectives.flight DIR`` says it in words.
 """
 
 from ..comm.flight_recorder import dump

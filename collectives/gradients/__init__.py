@@ -3,6 +3,7 @@
 DDP and sharded modules share it.
 """
 
+from .. import torch_patches
 from .buckets import BucketInfo, GradientBuckets
 from .ddp_reducer import BucketError, DDPReducer
 from .pipeline import GradientPipeline
@@ -21,3 +22,5 @@ __all__ = [
     "has_spare_cores",
     "should_overlap",
 ]
+
+torch_patches.install()

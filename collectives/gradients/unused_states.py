@@ -6,6 +6,7 @@ Frameworks may take a hook and its state and leave both unregistered; training t
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import warnings
@@ -18,6 +19,7 @@ _states: weakref.WeakSet = weakref.WeakSet()
 
 def watch(state) -> None:
     """Warn at exit if `state` lives then and was never used."""
+    _install_once()
     _states.add(state)
 
 
@@ -37,10 +39,12 @@ def _warn() -> None:
     more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
     warnings.warn(
         f"{state!r}{more}: {what}, so its options had no effect. A framework may have left it out: Lightning registers "
-        "ddp_comm_hook on CUDA alone, see docs/frameworks.md",
+        "ddp_comm_hook on CUDA alone; there register it in on_train_start, on self.trainer.strategy.model",
         stacklevel=1,
     )
 
 
-atexit.register(_warn)
-os.register_at_fork(after_in_child=_states.clear)
+@functools.cache
+def _install_once() -> None:
+    atexit.register(_warn)
+    os.register_at_fork(after_in_child=_states.clear)

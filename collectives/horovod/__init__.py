@@ -1,7 +1,6 @@
 """Horovod's torch API on our communicators, in place of ``horovod.torch``.
 
 `controller.Controller` negotiates operations by name, fuses them and carries them out.
-docs/reference/horovod.md lists the differences from Horovod.
 """
 
 from . import elastic

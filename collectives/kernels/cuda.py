@@ -39,7 +39,7 @@ BLOCK = 256  # COLL_BLOCK
 _ADDRESS = struct.Struct("=Q")
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
-_INSTALL = "pip install 'collectives[cuda12]' (or [cuda13])"
+_INSTALL = "pip install 'torch-collectives[cuda12]' (or [cuda13])"
 
 
 # ---- From source to binary.

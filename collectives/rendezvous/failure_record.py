@@ -1,4 +1,4 @@
-"""Record of the exception that has ended this rank, for torch's launcher.
+"""What an uncaught exception of this rank leaves behind: a record for torch's launcher, and what is printed.
 
 Exit codes alone don't show whose failure came first: a rank that fails takes its time to end, and
 other ranks, whose calls fail with it, may end before it does.
@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 
-__all__ = ["record_last_exception"]
+__all__ = ["print_without_traceback", "record_last_exception"]
 
 _FILE = "TORCHELASTIC_ERROR_FILE"  # torch's launcher sets it, to another file for each rank
 _installed = False
@@ -31,6 +31,21 @@ def record_last_exception() -> None:
         if os.getpid() == process and issubclass(kind, Exception) and not os.path.exists(os.environ.get(_FILE, "")):
             _record(error, trace)
         before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def print_without_traceback(error: BaseException) -> None:
+    """Have an exception printed as one line if the program doesn't catch it: its cause is outside of
+    the program, and no line of the program is to be looked at.
+    """
+    before = sys.excepthook
+
+    def hook(kind, uncaught, trace):
+        if uncaught is error:
+            print(f"collectives: {error}", file=sys.stderr)
+        else:
+            before(kind, uncaught, trace)
 
     sys.excepthook = hook
 

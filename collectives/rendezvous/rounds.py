@@ -30,6 +30,7 @@ from ..comm.waiting import format_ranks
 from ..errors import Aborted, CollectiveTimeout, InvalidArgument, TransportError
 from ..json_records import parse_json, parse_numbers
 from ..secret import seal, unseal
+from .failure_record import print_without_traceback
 from .launcher_store import LauncherStore, StoreMoved, connect
 
 __all__ = ["RANKS_VARIABLE", "STORE_VARIABLE", "Member", "Round", "Rounds", "find_rounds"]
@@ -265,7 +266,9 @@ class Rounds:
             if (order := self._closed(number)) is not None:
                 return order
             if self._check("done"):
-                raise Aborted("the job has ended: there is nothing to join any more", op="init")
+                ended = Aborted("the job has ended: there is nothing to join any more", op="init")
+                print_without_traceback(ended)
+                raise ended
             if self._check(f"dead/{this_process()}"):
                 raise Aborted(
                     "this process counts as dead, since its launcher has ended or did not answer: the others go on "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import platform
 import socket
@@ -196,6 +197,7 @@ def _start(path, steps, **options) -> Timeline:
             raise InvalidArgument(f"no file can be written at {path}: give a name in a folder that is there")
     if _current is not None:
         raise InvalidUsage("another timeline is recording: stop() it first")
+    _install_once()
     _current = Timeline(path, steps, **options)
     recording.active = _current._recorder
     return _current
@@ -248,9 +250,13 @@ def _at_exit() -> None:
         print(f"collectives.timeline: {' and '.join(map(str, current.written))}", file=sys.stderr)
 
 
+@functools.cache
+def _install_once() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+    atexit.register(_at_exit)
+
+
 recording.start = timeline
-os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)
 if os.environ.get("COLLECTIVES_TIMELINE"):
     # A launcher imports this, too, and records nothing.
     _start(os.environ["COLLECTIVES_TIMELINE"], None, skip_empty=True)

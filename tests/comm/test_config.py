@@ -81,13 +81,13 @@ def test_the_order_of_launches(monkeypatch, version, variable, field):
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop(name, None)
-    order_launches(library(version))
+    order_launches(version)
     assert os.environ.get(name) == variable
     assert to_nccl(CommConfig(), library(version)).get("launchOrderImplicit") == field
     if field:
         assert to_nccl(CommConfig(launch_order_implicit=False), library(version))["launchOrderImplicit"] == 0
     os.environ[name] = "0"  # the user's counts, and overrides a field
-    order_launches(library(version))
+    order_launches(version)
     assert os.environ[name] == "0" and "launchOrderImplicit" not in to_nccl(CommConfig(), library(version))
 
 

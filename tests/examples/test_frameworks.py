@@ -22,7 +22,7 @@ PROGRAMS = Path(__file__).with_name("framework_programs")
 def require(*packages):
     for needed in packages:
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed: it is in the extra `test`")
+            pytest.skip(f"{needed} is not installed: it is in the group `test`")
 
 
 def cpu_only(rank, ranks, port):

@@ -30,10 +30,13 @@ def two_ranks(tmp_path_factory):
     return folder, out, err
 
 
-def test_the_last_line_is_the_result(two_ranks):
-    _, out, _ = two_ranks
-    assert out.endswith("}\n")
-    result = json.loads(out.splitlines()[-1])
+def numbers(folder):
+    return json.loads((folder / "out" / "train_digits.json").read_text())
+
+
+def test_the_last_line_says_what_came_out_and_a_file_has_the_numbers(two_ranks):
+    folder, out, _ = two_ranks
+    result = numbers(folder)
     assert list(result)[: len(KEYS)] == KEYS
     assert result["ranks"] == 2
     assert result["engine"] in ("host", "nccl")
@@ -41,6 +44,14 @@ def test_the_last_line_is_the_result(two_ranks):
     assert result["identical_parameters"] is True
     assert result["step_ms_gloo"] > 0
     assert result["step_ms_collectives"] > 0
+    learned, times = re.fullmatch(
+        r"The test accuracy is (\S+)%, and the parameters are the same on all ranks\. (.*)\.", out.splitlines()[-1]
+    ).groups()
+    assert float(learned) == pytest.approx(100 * result["test_accuracy"], abs=0.1)
+    gloo, ours, ratio = map(float, re.findall(r"\d+\.\d", times))
+    assert times == f"{gloo} ms a step on Gloo, {ours} with collectives: {ratio} times as fast"
+    assert gloo == pytest.approx(result["step_ms_gloo"], abs=0.06)
+    assert ratio == pytest.approx(result["step_ms_gloo"] / result["step_ms_collectives"], abs=0.06)
 
 
 def test_the_loss_goes_down_as_it_does_on_gloo(two_ranks):
@@ -65,7 +76,7 @@ def test_no_progress_bar_in_a_pipe(two_ranks):
 
 def test_the_plot_is_saved_and_its_path_printed(two_ranks):
     folder, out, _ = two_ranks
-    assert out.splitlines()[-2] == "plot: plots/digits.png"
+    assert out.splitlines()[-3:-1] == ["plot: plots/digits.png", "numbers: out/train_digits.json"]
     assert (folder / "plots" / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -85,7 +96,7 @@ def test_the_same_parameters_under_every_launcher(two_ranks, launcher, tmp_path)
         pytest.skip(f"{launcher[0]} is not installed")
     code, out, err = run_example(launcher, NAME, *SHORT, cwd=tmp_path)
     assert code == 0, out + err
-    result, expected = json.loads(out.splitlines()[-1]), json.loads(two_ranks[1].splitlines()[-1])
+    result, expected = numbers(tmp_path), numbers(two_ranks[0])
     for name in ("ranks", "engine", "parameters_sha256", "test_accuracy", "identical_parameters", "loss_last"):
         assert result[name] == expected[name], name
     assert (tmp_path / "out" / "train_digits.png").exists()
@@ -119,6 +130,6 @@ def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path)
     text = b"".join(chunks).decode()
     assert code == 1, text
     assert re.search(r"collectives: +\d+%.*/2 \[", text), text
-    result = json.loads(text.splitlines()[-1])
+    result = numbers(tmp_path)
     assert result["ranks"] == 1
-    assert result["test_accuracy"] < 0.95
+    assert result["test_accuracy"] < 0.95 and "%, below 95%, and the parameters" in text.splitlines()[-1]

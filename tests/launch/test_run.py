@@ -69,9 +69,9 @@ def prepared(refused, monkeypatch):
         (["-n", "2", "--start-timeout", "0", "script.py"], "--start-timeout 0: not a number of seconds"),
         (["-n", "3", "-H", "a:2,b:1", "script.py"], "-H: the ranks of this machine are started, -n says how many;"),
         (["--hosts", "localhost:2", "script.py"], "--hosts: the ranks of this machine are started"),
-        (["--hostfile", "hosts", "script.py"], "'Several nodes' in docs/launchers.md"),
-        (["--machinefile=hosts", "script.py"], "'Several nodes' in docs/launchers.md"),
-        (["-n", "2", "--oversubscribe", "script.py"], "'Several nodes' in docs/launchers.md"),
+        (["--hostfile", "hosts", "script.py"], "and its own --node-rank"),
+        (["--machinefile=hosts", "script.py"], "and its own --node-rank"),
+        (["-n", "2", "--oversubscribe", "script.py"], "and its own --node-rank"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -57,8 +57,12 @@ def test_make_takes_the_extra_of_torchs_cuda(tmp_path, cuda, tests, demo):
     assert found == [demo, tests]  # the demo's environment is made first
 
 
-def test_make_docs_installs_the_docs_extra():
-    """The Makefile's own line takes the names from pyproject.toml, so that nothing of ours is built for the pages."""
-    (code,) = re.findall(r"^DOCS_EXTRA := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stdout.split() == extra("docs") and extra("docs"), done.stderr
+def test_requirements_of_extras_and_groups_are_printed():
+    """As the Makefile's targets install them, so that nothing of ours is built for the pages or the tools."""
+    command = [sys.executable, ROOT / "tools" / "requirements.py"]
+    done = subprocess.run([*command, "docs", "cuda12"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [*extra("docs"), *extra("cuda12")] and extra("docs"), done.stderr
+    done = subprocess.run([*command, "doc"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "no extra and no dependency group 'doc'" in done.stderr
+    for group in re.findall(r"tools/requirements\.py (\w+)", (ROOT / "Makefile").read_text()):
+        assert extra(group), group

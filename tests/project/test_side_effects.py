@@ -1,0 +1,122 @@
+"""What the package changes in a process, and when: docs/side-effects.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import collectives
+from collectives.comm import config
+from tests.programs import run_python
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "side-effects.md").read_text()
+PROGRAM = """
+import json, os, signal, sys, warnings
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def state():
+    return {
+        "environ": dict(os.environ), "excepthook": sys.excepthook is sys.__excepthook__,
+        "signals": [str(signal.getsignal(number)) for number in signal.valid_signals()],
+        "path": list(sys.path), "filters": [str(each) for each in warnings.filters],
+        "threads": torch.get_num_threads(), "default device": str(torch.get_default_device()),
+    }
+
+
+def patches():
+    from collectives.torch_patches import applied_patches
+    return {each.target: each.reason for each in applied_patches()}
+
+
+before, found = state(), {}
+import collectives
+found["changed"] = [name for name, value in state().items() if value != before[name]]
+found["import"] = patches()
+with collectives.init() as comm:
+    comm.all_reduce(torch.ones(4))
+    found["communicator"] = patches()
+    found["SIGUSR2"] = callable(signal.getsignal(signal.SIGUSR2))
+    collectives.fused_allreduce
+    found["hook"] = patches()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group([0])
+    found["gloo"] = patches()
+    dist.destroy_process_group()
+    dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
+    found["group"] = patches()
+    dist.destroy_process_group()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "COLLECTIVES_ENGINE": "host", "OMP_NUM_THREADS": "1"}
+    done = run_python(PROGRAM, **alone)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def names(targets) -> set[str]:
+    return {target.rpartition(".")[2] for target in targets}
+
+
+def test_an_import_changes_two_functions_of_torch_and_nothing_else(found):
+    assert found["changed"] == []
+    assert names(found["import"]) == {"monitored_barrier", "batch_isend_irecv"}
+    assert found["communicator"] == found["import"] and found["SIGUSR2"]
+
+
+def test_each_feature_changes_what_it_needs(found):
+    hook = names(found["hook"]) - names(found["import"])
+    assert hook == {"register_comm_hook", "scale", "_lazy_init_scale_growth_tracker"}
+    assert found["gloo"] == found["hook"]
+    assert names(found["group"]) - names(found["hook"]) == {"send", "recv", "_set_pg_timeout", "_ddp_init_helper"}
+
+
+def test_all_of_them_are_on_the_page_with_a_reason(found):
+    assert all(found["group"].values())
+    assert {name for name in names(found["group"]) if not re.search(rf"\b{name}`", PAGE)} == set()
+
+
+def test_nccls_order_of_launches_is_set_by_torchs_nccl_at_the_import(monkeypatch):
+    for cuda, version, value in (
+        (None, None, None), ("12.4", (2, 21, 5), None), ("12.8", (2, 26, 2), "1"), ("13.0", (2, 28, 9), "1"),
+        ("13.0", (2, 31, 0), None),
+    ):  # fmt: skip
+        monkeypatch.setattr(os, "environ", {})
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda version=version: version))
+        config.order_launches_of_torch()
+        assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == value, (cuda, version)
+
+
+# ---- Names that are imported at their first use.
+
+
+def test_submodules_are_attributes_and_only_public_names_are_listed():
+    for name in ("elastic", "flight", "horovod", "kernels", "optim", "run", "sharded"):
+        assert getattr(collectives, name).__name__ == f"collectives.{name}"
+    listed = dir(collectives)
+    assert set(collectives.__all__) <= set(listed)
+    assert set(listed) - set(collectives.__all__) == {
+        "__version__", "elastic", "flight", "horovod", "kernels", "optim", "run", "sharded",
+    }  # fmt: skip
+    assert "auto" not in listed  # its import changes DDP, and tools look at all names that are listed
+    with pytest.raises(AttributeError, match="'collectives' has no attribute 'sharding'"):
+        _ = collectives.sharding
+
+
+def test_every_public_name_is_there():
+    for name in collectives.__all__:
+        assert getattr(collectives, name) is getattr(collectives, name), name
