@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import TypedDict  # torch needs it
 
-__all__ = ["Algorithm", "Array", "Device", "EngineName", "HookArguments", "Op", "Stream", "Wire"]
+__all__ = ["Algorithm", "Array", "Compressed", "Device", "EngineName", "HookArguments", "Op", "Stream", "Wire"]
 
 
 class CudaArray(Protocol):

@@ -81,8 +81,8 @@ class Communicator(CommMemory):
     config: CommConfig
     """The settings of NCCL with which it was opened."""
     peers: tuple | None
-    """One record a rank, with its ``rank``, ``host``, ``pid`` and ``device``; None for a communicator
-    that `init()` has not opened."""
+    """A record for each rank, with its ``rank``, ``host``, ``pid`` and ``device``; None where the
+    ranks have not exchanged them."""
 
     def __init__(
         self, engine: Engine, unique_id: bytes, rank: int, size: int, *,

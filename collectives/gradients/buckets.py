@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from .bucket_filler import BucketFiller
 from .compilation import compile_gradient_kernels
 from .round_flags import RoundFlags
 from .step_count import count_steps, find_step_count
+
+if TYPE_CHECKING:
+    from ..argument_types import Wire
 
 __all__ = ["BucketInfo", "GradientBuckets"]
 
@@ -80,8 +83,9 @@ class GradientBuckets:
 
     def __init__(
         self, params: Iterable, bucket_cap_mb: float | None = None, *, comm: Communicator | None = None,
-        process_group=None, average: bool = True, wire: str = "fp32", block: int = 256, error_feedback: bool = False,
-        stochastic_rounding: bool = False, overlap: bool | None = None, first_bucket_mb: float = 1,
+        process_group: dist.ProcessGroup | None = None, average: bool = True, wire: Wire = "fp32", block: int = 256,
+        error_feedback: bool = False, stochastic_rounding: bool = False, overlap: bool | None = None,
+        first_bucket_mb: float = 1,
     ):  # fmt: skip
         _check_arguments(comm, process_group, average, overlap)
         compressor = make_compressor(

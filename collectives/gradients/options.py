@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import os
+from typing import TYPE_CHECKING
 
 from .. import optim
 from ..arrays import kind_of
@@ -16,6 +17,9 @@ from ..environment import parse_whole_number
 from ..errors import InvalidArgument
 from ..layout import WIRE_FORMATS
 from ..optim import FusedOptimizer
+
+if TYPE_CHECKING:
+    from ..argument_types import Algorithm, Compressed, Wire
 
 __all__ = ["HookOptions", "check_names", "list_options", "parse_streams"]
 
@@ -72,12 +76,12 @@ class HookOptions:
     options that don't go together.
     """
 
-    wire: str = "fp32"
+    wire: Wire = "fp32"
     block: int = 256
     error_feedback: bool = False
     stochastic_rounding: bool = False
     average: bool = True
-    algorithm: str = "native"
+    algorithm: Algorithm = "native"
     deterministic: bool = False
     streams: int | None = None  # a number in every record
     max_norm: float | None = None
@@ -85,7 +89,7 @@ class HookOptions:
     check_finite: bool = False
     parameters_as_bucket_view: bool = False
     zero_copy: bool = True
-    gather: str | None = None
+    gather: Compressed | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "streams", parse_streams(self.streams))

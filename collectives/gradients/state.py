@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
 import torch
 import torch.distributed as dist
 
@@ -10,6 +12,7 @@ from ..comm.communicator import Communicator
 from ..comm.registration import BufferRegistrationCache
 from ..compression import Bucket, NoCompression
 from ..errors import InvalidArgument, InvalidUsage
+from ..optim import FusedOptimizer
 from ..parameter_names import ParameterNames
 from ..rendezvous.process_groups import get_default_group
 from ..torch_compat import open_process_groups
@@ -24,6 +27,11 @@ from .saved_state import common_state, load_common_state, pickled_state, restore
 from .scaler_lookup import ScalerLookup
 from .unused_states import forget, watch
 from .zero import ShardedStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..argument_types import HookArguments
 
 __all__ = ["HookState", "has_lost_group"]
 
@@ -80,9 +88,16 @@ class HookState:
     a name that is no option.
     """
 
+    options: HookOptions
+    """The options, which don't change."""
+    comm: Communicator | None
+    """The communicator that was given, or None."""
+
     def __init__(
-        self, comm: Communicator | None = None, *, process_group=None, optimizer=None, grad_scaler=None, **options
-    ):
+        self, comm: Communicator | None = None, *, process_group: dist.ProcessGroup | None = None,
+        optimizer: FusedOptimizer | None = None, grad_scaler: torch.amp.GradScaler | Literal[False] | None = None,
+        **options: Unpack[HookArguments],
+    ):  # fmt: skip
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {_describe_comm(comm)}")
         if comm is not None and process_group is not None:

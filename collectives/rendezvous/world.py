@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from .launcher_store import LauncherStore
 from .open import open_communicator, remaining_seconds
 from .rounds import Round, Rounds, find_rounds
 
+if TYPE_CHECKING:
+    from ..argument_types import Device, EngineName
+
 __all__ = [
     "current_round", "current_world", "has_joiners", "init", "join_next_round", "replace_world",
     "round_store",
@@ -37,8 +41,8 @@ _log = logging.getLogger("collectives.elastic")
 
 
 def init(
-    engine: str | None = None, *, device=None, timeout: float = 60.0, deterministic: bool = False,
-    config: CommConfig | dict | None = None,
+    engine: EngineName | None = None, *, device: Device | None = None, timeout: float = 60.0,
+    deterministic: bool = False, config: CommConfig | dict | None = None,
 ) -> Communicator:  # fmt: skip
     """Open the communicator of all ranks of this job, or return the one that is open.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -44,11 +45,12 @@ from .unit import Unit
 
 __all__ = ["attach", "fully_shard", "shard"]
 
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 _classes: dict[tuple[type, type], type] = {}
 
 
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: Modules,
     *,
     comm: Communicator | None = None,
     mesh=None,
@@ -59,7 +61,7 @@ def fully_shard(
     hook_state=None,
     shard_placement_fn=None,
     dp_mesh_dims=None,
-) -> nn.Module | list[nn.Module]:
+) -> Modules:
     """Shard a module's parameters, gradients and optimizer state over ranks, in place; return the
     module, or the list that was given.
 

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "collectives"
 
 # A package imports only packages of the lines above its own. Inside of a package modules import each other freely.
 LAYERS = """
-json_records weak_tensors
+json_records weak_tensors argument_types
 errors requirements environment secret torch_compat torch_patches cuda_state layout launcher parameter_names recorder
 arrays _nccl _kernels
 kernels optimizer_state
