@@ -1,7 +1,7 @@
 """Patches: changes to torch's own objects, each recorded with its reason and its undo.
 
-`patch_attribute` and `record_patch` make all of them. docs/environment.md lists what is changed, and
-when.
+`patch_attribute` and `record_patch` make all of them. docs/side-effects.md lists what is changed,
+and when.
 
 Two are made when `collectives.gradients` is imported, which the DDP hook, sharded modules and
 `GradientBuckets` use (`install`).
