@@ -1,4 +1,4 @@
-"""What the extras bring: beside a CUDA build of torch nothing may overwrite a library that torch has brought."""
+"""What the extras bring, beside a CUDA build of torch no other library of CUDA; versions; the workflows."""
 
 from __future__ import annotations
 
@@ -66,3 +66,28 @@ def test_requirements_of_extras_and_groups_are_printed():
     assert done.returncode == 1 and "no extra and no dependency group 'doc'" in done.stderr
     for group in re.findall(r"tools/requirements\.py (\w+)", (ROOT / "Makefile").read_text()):
         assert extra(group), group
+
+
+def test_versions_are_the_same_everywhere():
+    """Of Python: classifiers, cibuildwheel, tools/wheel.py; of torch: the requirement, the check, the matrix."""
+    project = (ROOT / "pyproject.toml").read_text()
+    tool = (ROOT / "tools" / "wheel.py").read_text()
+    oldest, newest = map(int, re.search(r"^OLDEST, NEWEST = (\d+), (\d+)", tool, re.MULTILINE).groups())
+    minors = [str(minor) for minor in range(oldest, newest + 1)]
+    assert re.findall(r"Python :: 3\.(\d+)", project) == minors
+    assert re.findall(r'"cp3(\d+)-manylinux', project) == minors and f'requires-python = ">=3.{oldest}"' in project
+    least, below = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', project).groups()
+    compat = (ROOT / "collectives" / "torch_compat.py").read_text()
+    assert f'OLDEST = "2.{least}"' in compat
+    tested = re.findall(r"2\.(\d+)\.\d+", re.search(r"^MATRIX \?= (.*)$", makefile(), re.MULTILINE)[1])
+    assert (tested[0], int(tested[-1]) + 1) == (least, int(below))
+
+
+def test_the_workflows_are_yaml_and_run_what_is_there():
+    yaml = pytest.importorskip("yaml")
+    folder = ROOT / ".github" / "workflows"
+    jobs = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in folder.glob("*.yml")}
+    commands = [step.get("run", "") for each in jobs.values() for job in each.values() for step in job["steps"]]
+    assert "bash .ci/run" in commands and (ROOT / ".ci" / "run").exists()
+    assert any("cibuildwheel" in command for command in commands)
+    assert all(job["runs-on"] and job["steps"] for each in jobs.values() for job in each.values())
