@@ -15,17 +15,25 @@ from ..torch_patches import patch_attribute
 
 __all__ = ["install"]
 
+_OF_OBJECTS = (
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list",
+    "send_object_list",
+)  # fmt: skip
+
 
 @functools.cache
 def install() -> None:
     """Make torch's functions that look at a group's class work on groups of this backend.
 
-    Those are ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout``. Blocking ``send``
+    Those are ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout``. torch.compile
+    leaves the collectives of objects to the eager program, on any backend. Blocking ``send``
     and ``recv`` are made faster, and DistributedDataParallel's buckets on the host are allocated in
     memory that the ranks share.
     """
     _share_buckets()
     c10d = dist.distributed_c10d
+    for name in _OF_OBJECTS:  # torch.compile fails on what they look up of a group, on every backend
+        untraced(getattr(c10d, name))
     barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
     @untraced

@@ -4,6 +4,9 @@
 docs/reference/horovod.md lists the differences from Horovod.
 """
 
+import types
+
+from ..torch_compat import untraced
 from . import elastic
 from .autograd import (
     allgather,
@@ -156,3 +159,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+for _each in [globals()[name] for name in __all__]:
+    if isinstance(_each, types.FunctionType):
+        untraced(_each)
