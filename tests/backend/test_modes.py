@@ -294,5 +294,5 @@ def in_all_modes(ctx):
 
 
 def test_every_operation_in_all_modes_and_forms(tmp_path):
-    for wrong in run_ranks(in_all_modes, RANKS, tmp_path / "store"):
+    for wrong in run_ranks(in_all_modes, RANKS, tmp_path / "store", timeout=300):
         assert not wrong, "\n".join(wrong)
