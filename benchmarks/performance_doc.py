@@ -1,8 +1,8 @@
-"""Write the tables of docs/performance.md and the README from the committed results.
+"""Write the tables of the README, docs/performance.md and docs/which-way.md from the committed results.
 
     python benchmarks/performance_doc.py
 
-Writes the text between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of both pages anew. All
+Writes the text between the marks ``<!-- NAME -->`` and ``<!-- end -->`` of these pages anew. All
 figures come from benchmarks/results; of several rows of one measurement the last one counts.
 docs/performance.md says how to measure them.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "which-way.md")
 MARK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 KIB, MIB = 1 << 10, 1 << 20
 MODELS = {
@@ -143,6 +143,14 @@ def horovod():
     return table(["operation", "ours", "Gloo", "times as fast"], body, rows.values())
 
 
+def which_way():
+    """Return the seconds of an epoch in each way, for each model the last row."""
+    rows = {(row["way"], row["model"]): row for row in read_lines("which_way")}
+    ways, models = ([*dict.fromkeys(key[at] for key in rows)] for at in (0, 1))
+    body = [[way, *(f"{rows[way, model]['seconds']:.2f} s" for model in models)] for way in ways]
+    return table(["an epoch", *(f"{model} model" for model in models)], body, [*rows.values()])
+
+
 TABLES = {
     "readme": readme,
     "all_reduce": all_reduce,
@@ -151,6 +159,7 @@ TABLES = {
     "operations": operations,
     "steps": steps,
     "horovod": horovod,
+    "which_way": which_way,
 }
 
 

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .comm.agree import ComparedValue, describe_differences
-from .comm.engine import get_engine
 from .comm.liveness import RankExits, publish_process
 from .comm.waiting import RankWait, format_ranks
+from .ddp.fitness import find_reason
 from .ddp.hook import HookState, fused_allreduce
 from .environment import check_variables, read_switch
 from .errors import CollectivesError, InvalidArgument, InvalidUsage, TransportError
@@ -144,9 +144,10 @@ def _decide(ddp, settings: dict) -> None:
         return
     if not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
         return
-    own_reason = _find_reason(ddp)
+    own_reason = "leave_alone() was called" if _outcomes.get(ddp) == _TO_LEAVE_ALONE else find_reason(ddp)
     reason, ranks = _Decision(ddp).make(own_reason, settings)
     _outcomes[ddp] = _LEFT_ALONE
+    ddp.default_hook = False  # our own class would register it by itself
     if not reason:
         state = HookState(process_group=group, **settings)
         forget(state)
@@ -159,34 +160,6 @@ def _decide(ddp, settings: dict) -> None:
         text = f"left alone: {own_reason or reason}" if reason else f"fused_allreduce on {group.size()} ranks{options}"
         level = logging.WARNING if reason and not own_reason else logging.INFO
         _write_log(level, f"DistributedDataParallel({type(ddp.module).__name__}): {text}")
-
-
-def _find_reason(ddp) -> str:
-    """Return why this rank must not register the hook, or ""."""
-    reasons = {
-        "leave_alone() was called": _outcomes.get(ddp) == _TO_LEAVE_ALONE,
-        "mixed_precision registers a hook of its own": ddp.mixed_precision is not None,
-        "it has a hook of its own": ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"),
-        "its optimizer runs in the backward": any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()),
-        'optimize_ddp="python_reducer" has no buckets': ddp._use_python_reducer,
-        "it delays the all-reduce of some parameters": ddp._delay_all_reduce_params,
-        "skip_all_reduce_unused_params leaves out buckets": getattr(ddp, "skip_all_reduce_unused_params", False),
-        f"no engine works on its device(s), {ddp.device_type}": ddp.is_multi_device_module
-        or ddp.device_type not in ("cpu", "cuda"),
-        "it has sparse gradients": any(
-            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse for module in ddp.modules()
-        ),
-        "join() divides by the ranks that are left, which a hook isn't told": ddp._join_config.enable
-        and not ddp._divide_by_initial_world_size,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            return reason
-    try:
-        get_engine(None, ddp.device_type)
-    except CollectivesError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _announce() -> None:

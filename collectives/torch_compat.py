@@ -89,13 +89,17 @@ def dynamo_disable(recursive: bool):
 
 
 def untraced(target):
-    """Keep torch.compile out of a function, or of all methods that a class defines; a decorator.
+    """Keep torch.compile out of a function, or of all methods of a class that are this package's; a decorator.
 
     Neither they nor what they call is traced: a compiled program runs them as they are, between two
     graphs. Unlike `disable_dynamo` it wraps nothing, so that the eager program pays nothing, and
     dynamo isn't imported. Since 2.7.
     """
-    for function in [target] if isinstance(target, types.FunctionType) else vars(target).values():
+    functions = [target]
+    if isinstance(target, type):
+        classes = [cls for cls in target.__mro__ if cls.__module__.startswith(f"{__package__}.")]
+        functions = [each for cls in classes for each in vars(cls).values()]
+    for function in functions:
         if isinstance(function, property):
             function = function.fget
         if isinstance(function, types.FunctionType):

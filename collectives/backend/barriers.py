@@ -14,7 +14,6 @@ from ..comm.liveness import RankExits
 from ..comm.waiting import RankWait, first_line
 from ..errors import CollectivesError, CollectiveTimeout, InvalidArgument, RemoteError, TransportError
 from ..json_records import parse_json, parse_numbers, parse_text
-from ..torch_compat import untraced
 from .launching import make_options
 from .options import seconds_of
 from .work import BackendWork, completed_work
@@ -26,7 +25,6 @@ _POLL_S = 0.002
 _VERDICT_S = 1.0
 
 
-@untraced
 class Barriers:
     """Mixin of a process group: its barriers. See `Launching` for what it needs."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..torch_compat import untraced
 from .launching import Launching, make_options
 from .tensors import as_dense, gather_buffer, join, run_all, single, store_back
 from .work import completed_work
@@ -18,7 +17,6 @@ __all__ = ["DataOps"]
 _c10d = dist.distributed_c10d
 
 
-@untraced
 class DataOps(Launching):
     """Mixin of a process group: its collectives that move data."""
 

@@ -13,7 +13,6 @@ from ..torch_compat import untraced
 __all__ = ["CollectiveFuture", "OperationFuture"]
 
 
-@untraced
 class OperationFuture(Future):
     """A future that runs callbacks of Python in a thread of their own.
 

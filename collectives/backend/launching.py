@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument
-from ..torch_compat import untraced
 from .options import seconds_of
 from .work import BackendWork, completed_work
 
@@ -36,7 +35,6 @@ def make_options(cls, opts, field: str | None = None, value=None, timeout: timed
     return made
 
 
-@untraced
 class Launching:
     """Mixin of a process group: how its collectives are launched.
 

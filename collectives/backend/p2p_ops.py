@@ -8,7 +8,6 @@ in one ``batch_isend_irecv``.
 from __future__ import annotations
 
 from ..errors import InvalidArgument, InvalidUsage
-from ..torch_compat import untraced
 from .launching import Launching
 from .tensors import as_dense, single, store_back
 from .work import BackendWork
@@ -16,7 +15,6 @@ from .work import BackendWork
 __all__ = ["PointToPointOps"]
 
 
-@untraced
 class PointToPointOps(Launching):
     """Mixin of a process group: its sends and receives."""
 

@@ -14,6 +14,11 @@ from ..torch_patches import patch_attribute
 
 __all__ = ["install", "install_for_groups"]
 
+_OF_OBJECTS = (
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list",
+    "send_object_list",
+)  # fmt: skip
+
 
 @functools.cache
 def install() -> None:
@@ -62,9 +67,12 @@ def install_for_groups() -> None:
 
     ``_set_pg_timeout`` works on these groups. Blocking ``send`` and ``recv`` are faster on them, and
     DistributedDataParallel's buckets on the host are allocated in memory that the ranks share.
+    torch.compile leaves the collectives of objects to the eager program, on any backend.
     """
     _share_buckets()
     c10d, set_timeout = dist.distributed_c10d, group_timeout_setter()
+    for name in _OF_OBJECTS:  # torch.compile fails on what they look up of a group, on every backend
+        untraced(getattr(c10d, name))
 
     @untraced
     @functools.wraps(set_timeout)

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument
-from ..torch_compat import untraced
 from . import sparse
 from .launching import Launching, make_options
 from .reductions import bitwise, parse_reduction
@@ -18,7 +17,6 @@ __all__ = ["ReductionOps"]
 _c10d = dist.distributed_c10d
 
 
-@untraced
 class ReductionOps(Launching):
     """Mixin of a process group: its reductions."""
 

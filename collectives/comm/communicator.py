@@ -19,6 +19,7 @@ from .._nccl import with_fast_path
 from ..arrays import Reader
 from ..environment import read_switch
 from ..errors import InvalidUsage
+from ..torch_compat import untraced
 from . import closing, flight_recorder, opening, operations
 from .algorithms.executor import AlgorithmExecutor
 from .arguments import parse_timeout
@@ -41,6 +42,7 @@ __all__ = ["Communicator"]
 _NO_GUARD = contextlib.nullcontext()
 
 
+@untraced
 class Communicator(CommMemory):
     """A set of ranks that call the same operations in the same order.
 

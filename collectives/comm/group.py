@@ -8,6 +8,7 @@ from typing import Any
 
 from .._nccl import GroupCalls, open_groups
 from ..errors import CollectivesError, InvalidUsage
+from ..torch_compat import untraced
 from .fingerprint import check_calls
 from .work import Work
 
@@ -107,6 +108,7 @@ def run_grouped(library, functions) -> None:
         raise
 
 
+@untraced
 class Group(GroupCalls):
     """Context manager that collects the calls of a ``with`` block and issues them as one.
 

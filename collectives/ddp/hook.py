@@ -25,6 +25,7 @@ from ..gradients.step_count import count_steps
 from ..gradients.streams import close_comm_streams
 from ..gradients.unused_states import forget
 from ..rendezvous.process_groups import drop_communicator, get_communicator
+from ..torch_compat import untraced
 from ..torch_patches import find_hooked_ddps, observe_comm_hooks
 from .zero_copy import rebuild_in_shareable_memory
 
@@ -65,6 +66,7 @@ def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return _reduce(state, bucket)
 
 
+@untraced
 def _reduce(state: HookState, bucket) -> torch.futures.Future[torch.Tensor]:
     buffer, index = bucket.buffer(), bucket.index()
     comm, fast_path, ours = state.comm, state.fast_path, None

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: torch compares a hook's annotations as objects.
 
 import contextlib
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ..gradients.state import HookState, has_lost_group
 from ..gradients.unused_states import forget
 from ..torch_compat import disable_dynamo
 from .devices import add_device_note, check_device_ids
+from .fitness import find_reason, has_hook
 from .hook import fused_allreduce
 from .zero_copy import BucketRebuild, allocate_buckets
 
@@ -49,7 +51,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel, whose `register_comm_hook` also takes the hook alone and
     names its own group.
 
-    So `fused_allreduce` averages over the right ranks also if the module was built over a subgroup.
+    Without a hook it registers `fused_allreduce` in its first forward with gradients, or warns why
+    torch's own all-reduce stays (mixed precision, sparse gradients, ...). Set ``default_hook = False``
+    on the object before to keep torch's.
+
+    `fused_allreduce` averages over the right ranks also if the module was built over a subgroup.
     Gradients are views of DDP's buckets (``gradient_as_bucket_view``, True by default), which saves
     two passes over them; with the hook the buckets that DDP keeps are allocated in memory that the
     ranks of a node share (`HookState`'s `zero_copy`). As in torch, such a gradient can't be
@@ -69,12 +75,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     or `bucket_cap_mb_list` is taken as torch takes it.
     """
 
+    default_hook: bool = True
+
     def __init__(self, module, *arguments, gradient_as_bucket_view: bool = True, **options):
         _refuse_wrapped(module)
         check_device_ids(arguments[0] if arguments else options.get("device_ids"), module)
         if len(arguments) < _CAP_AT and options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
             options.update(_default_cap(module, arguments, options))
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
+        self._hook_is_decided = False
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._hook_is_decided = False  # a copied or loaded object has a reducer of its own, without a hook
 
     def _ddp_init_helper(self, *arguments, **options):
         self.bucket_rebuild = BucketRebuild(shares_memory=False)  # until the hook is registered
@@ -98,8 +111,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
+        if not self._hook_is_decided and torch.is_grad_enabled():
+            self._register_default_hook()
         self.bucket_rebuild(self)
         return super()._pre_forward(*inputs, **arguments)
+
+    def _register_default_hook(self) -> None:
+        self._hook_is_decided = True
+        if not self.default_hook or self.process_group.size() == 1 or has_hook(self):
+            return
+        if reason := find_reason(self):
+            warnings.warn(f"DistributedDataParallel keeps torch's own all-reduce: {reason}", stacklevel=2)
+        else:
+            self.register_comm_hook(fused_allreduce)
 
     def register_comm_hook(self, state, hook=None):
         """Register a communication hook, by ``(hook)`` or torch's ``(state, hook)``.

@@ -25,6 +25,7 @@ from ..compression import NoCompression, Scaling, make_compressor, plan_reductio
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..parameter_names import find_names
 from ..recorder import recording
+from ..torch_compat import untraced
 from .bucket import GradientBucket, allocate_flats
 from .bucket_assignment import assign_buckets, check_devices, check_no_overlap, read_params, split_by_bucket
 from .bucket_cap import default_bucket_cap_mb
@@ -56,6 +57,7 @@ class BucketInfo(NamedTuple):
     device: torch.device
 
 
+@untraced
 class GradientBuckets:
     """Averages the gradients of parameters over all ranks: `all_reduce()` between the last backward
     and the step.

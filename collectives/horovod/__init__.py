@@ -3,6 +3,9 @@
 `controller.Controller` negotiates operations by name, fuses them and carries them out.
 """
 
+import types
+
+from ..torch_compat import untraced
 from . import elastic
 from .autograd import (
     allgather,
@@ -155,3 +158,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+for _each in [globals()[name] for name in __all__]:
+    if isinstance(_each, types.FunctionType):
+        untraced(_each)

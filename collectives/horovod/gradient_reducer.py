@@ -16,6 +16,7 @@ import torch
 from ..gradients.bucket_assignment import split_by_bucket
 from ..gradients.bucket_filler import BucketFiller, ParameterState
 from ..gradients.streams import has_spare_cores
+from ..torch_compat import untraced
 from .basics import current
 from .bucket_assignment import BucketAssignment
 from .controller import Controller
@@ -33,6 +34,7 @@ _TOO_MANY = (
 )
 
 
+@untraced
 class GradientReducer:
     """Reduces the gradients of an optimizer's parameters.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..gradients.compilation import compile_gradient_kernels
+from ..torch_compat import untraced
 from ..torch_patches import patch_unscale
 from .adasum_optimizer import AdasumReducer
 from .basics import current
@@ -140,6 +141,7 @@ def _share_attributes(optimizer, wrapped) -> dict:
     return shared
 
 
+@untraced
 class _DistributedOptimizer:
     """Base class that comes before the optimizer's own class."""
 
