@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import requirements as requirements  # isort: skip  (first: it says what is missing)
 from . import backend as backend
-from . import errors
+from . import errors, torch_patches
 from .comm.communicator import Communicator
 from .comm.config import CommConfig, order_launches_of_torch
 from .comm.engine import EngineInfo, engines
@@ -68,4 +68,5 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_SUBMODULES[1:], "__version__"])
 
 
+torch_patches.install()
 order_launches_of_torch()

@@ -3,12 +3,15 @@
 `patch_attribute` and `record_patch` make all of them. docs/side-effects.md lists what is changed,
 and when.
 
-Two are made when `collectives.gradients` is imported, which the DDP hook, sharded modules and
-`GradientBuckets` use (`install`).
+One is made when collectives is imported (`install`), and not with the DDP hook: in
+``ddp.register_comm_hook(None, collectives.fused_allreduce)`` Python looks up the method first.
 
 ``DistributedDataParallel.register_comm_hook``: a hook gets buckets of parameters, which don't say
 which module they belong to, nor over which ranks. The wrapper calls the observers first, so that
 they can refuse, then torch's own method, and then records the module.
+
+One is made when `collectives.gradients` is imported, which the DDP hook, sharded modules and
+`GradientBuckets` use (`record_scalers`).
 
 ``GradScaler.scale`` and ``._lazy_init_scale_growth_tracker``: the gradients that a hook gets are
 multiplied by a scaler's factor and don't say by whose. A scaler is recorded when it begins to
@@ -64,6 +67,7 @@ __all__ = [
     "patch_total_norm",
     "patch_unscale",
     "record_patch",
+    "record_scalers",
     "undo_patch",
 ]
 
@@ -162,7 +166,7 @@ def _record_ddp(ddp) -> None:
 
 @functools.cache
 def install() -> None:
-    """Let DDP's ``register_comm_hook`` and GradScaler's ``scale`` record their objects; once per process."""
+    """Let DDP's ``register_comm_hook`` call the observers and record the object; once per process."""
     register = DistributedDataParallel.register_comm_hook
 
     @functools.wraps(register)
@@ -177,6 +181,10 @@ def install() -> None:
         "a hook's buckets don't say which module and ranks they belong to",
     )  # fmt: skip
 
+
+@functools.cache
+def record_scalers() -> None:
+    """Let a GradScaler be recorded when it scales; once per process."""
     cls = torch.amp.GradScaler
     scale, init_scale = cls.scale, cls._lazy_init_scale_growth_tracker
 

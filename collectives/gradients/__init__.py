@@ -23,4 +23,4 @@ __all__ = [
     "should_overlap",
 ]
 
-torch_patches.install()
+torch_patches.record_scalers()

@@ -45,11 +45,14 @@ with collectives.init() as comm:
     comm.all_reduce(torch.ones(4))
     found["communicator"] = patches()
     found["SIGUSR2"] = callable(signal.getsignal(signal.SIGUSR2))
-    collectives.fused_allreduce
-    found["hook"] = patches()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.new_group([0])
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
     found["gloo"] = patches()
+    ddp.register_comm_hook(None, collectives.fused_allreduce)  # the first use: the method is looked up before the hook
+    found["hook"] = patches()
+    from collectives.torch_patches import find_hooked_ddps
+    found["recorded"] = find_hooked_ddps(ddp.module.weight) == [ddp]
+    del ddp
     dist.destroy_process_group()
     dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
     found["group"] = patches()
@@ -70,16 +73,16 @@ def names(targets) -> set[str]:
     return {target.rpartition(".")[2] for target in targets}
 
 
-def test_an_import_changes_two_functions_of_torch_and_nothing_else(found):
+def test_an_import_changes_three_functions_of_torch_and_nothing_else(found):
     assert found["changed"] == []
-    assert names(found["import"]) == {"monitored_barrier", "batch_isend_irecv"}
+    assert names(found["import"]) == {"monitored_barrier", "batch_isend_irecv", "register_comm_hook"}
     assert found["communicator"] == found["import"] and found["SIGUSR2"]
 
 
 def test_each_feature_changes_what_it_needs(found):
     hook = names(found["hook"]) - names(found["import"])
-    assert hook == {"register_comm_hook", "scale", "_lazy_init_scale_growth_tracker"}
-    assert found["gloo"] == found["hook"]
+    assert hook == {"scale", "_lazy_init_scale_growth_tracker"}
+    assert found["gloo"] == found["import"] and found["recorded"]
     assert names(found["group"]) - names(found["hook"]) == {"send", "recv", "_set_pg_timeout", "_ddp_init_helper"}
 
 
