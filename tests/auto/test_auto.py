@@ -275,14 +275,16 @@ def test_settings_come_from_variables():
             read_settings({f"COLLECTIVES_{name}": value})
 
 
-@pytest.mark.parametrize("other", [0, 1])
-def test_a_rank_without_it_is_named_within_seconds_and_plain_ddp_stays(script, other):
-    off = ("0", "1") if other == 0 else ("1", "0")
-    for rank, done in enumerate(run_ranks_of(("-m", "collectives.auto", script), COLLECTIVES_AUTO=off)):
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
-        assert done.returncode == 0 and lines == ["__main__ [] True [3.0] None"] * 2
-        text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: import"
-        assert done.stderr.count(text) == 2 * (rank != other)
+def test_a_rank_without_it_is_named_within_seconds_and_plain_ddp_stays(script):
+    with ThreadPoolExecutor(2) as pool:  # each job waits for seconds
+        words = ("-m", "collectives.auto", script)
+        jobs = list(pool.map(lambda on: run_ranks_of(words, COLLECTIVES_AUTO=on), (("0", "1"), ("1", "0"))))
+    for other, ranks in enumerate(jobs):
+        for rank, done in enumerate(ranks):
+            lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+            assert done.returncode == 0 and lines == ["__main__ [] True [3.0] None"] * 2
+            text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: imp"
+            assert done.stderr.count(text) == 2 * (rank != other)
 
 
 # ---- Programs that start the other ranks themselves.

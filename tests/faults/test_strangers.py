@@ -35,17 +35,19 @@ def message(kind: str, rank: int = 1, nranks: int = 2, text: bytes = b"") -> byt
     return head + bytes(64) + struct.pack("<3Q", 0, 0, 0) + bytes(128) + text.ljust(1024, b"\0")
 
 
-def connect(name: bytes) -> socket.socket:
+def connect(name: bytes, stop: threading.Event | None = None) -> socket.socket:
+    """Connect to an address once somebody listens there, or until an event is set."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client.settimeout(10)
     until = time.monotonic() + 20
-    while True:
+    while stop is None or not stop.is_set():
         try:
             client.connect(name)
-            return client
+            break
         except ConnectionRefusedError:
             assert time.monotonic() < until, "rank 0 did not listen"
             time.sleep(0.01)
+    return client
 
 
 def join_and_run(ctx, unique_id):
@@ -89,7 +91,7 @@ def flood(ctx):
         def reconnect():
             while not stop.is_set():
                 held[random.randrange(len(held))].close()
-                held.append(connect(address(unique_id)))
+                held.append(connect(address(unique_id), stop))
 
         thread = threading.Thread(target=reconnect)
         thread.start()

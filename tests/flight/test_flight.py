@@ -172,7 +172,8 @@ def test_closed_communicators_use_their_files_again(tmp_path):
 
 
 PROGRAM = """
-import os, signal, torch, collectives
+import os, signal, tempfile, torch, collectives
+tempfile.tempdir = None  # by TMPDIR, and not that of the process from which this one is forked
 how = os.environ["HOW"]
 comm = collectives.init(engine="host")
 for _ in range(3000):
