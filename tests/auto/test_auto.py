@@ -283,7 +283,7 @@ def test_a_rank_without_it_is_named_within_seconds_and_plain_ddp_stays(script):
         for rank, done in enumerate(ranks):
             lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
             assert done.returncode == 0 and lines == ["__main__ [] True [3.0] None"] * 2
-            text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: imp"
+            text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: "
             assert done.stderr.count(text) == 2 * (rank != other)
 
 
