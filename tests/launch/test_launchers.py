@@ -55,13 +55,10 @@ def test_torchrun_with_the_process_group_first():
 
 @pytest.mark.parametrize("program", ["mpirun.openmpi", "mpiexec.hydra"])
 def test_mpi_without_an_address(program):
-    """Its ranks stand behind shells that stay, and have no parent in common; Open MPI's two jobs keep apart."""
-    command = worker(30, "init", "twice", "ours", "reopen")
-    jobs = [[*mpi(program), "sh", "-c", '"$@"; exit $?', "sh", *command]]
-    jobs += [[*mpi(program), *command]] if program == "mpirun.openmpi" else []
-    results = run(*((job, clean_environment()) for job in jobs), results=2 * len(jobs))
-    for number in range(len(jobs)):  # in the order of the ranks
-        check(results[number :: len(jobs)], 2, "openmpi" if program == "mpirun.openmpi" else "mpich", sums=2)
+    """The ranks stand behind shells that stay, and have no parent in common."""
+    command = [*mpi(program), "sh", "-c", '"$@"; exit $?', "sh", *worker(30, "init", "twice", "ours", "reopen")]
+    results = run((command, clean_environment()), results=2)
+    check(results, 2, "openmpi" if program == "mpirun.openmpi" else "mpich", sums=2)
     assert all(result["same"] and result["groups"] == [3.0] for result in results)
 
 

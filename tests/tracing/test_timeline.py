@@ -228,11 +228,7 @@ def two_ranks(ctx, folder):
     assert texts[0] == texts[1] and set(cells(texts[0])) == {0, 1} and "of 3" in texts[0]
     with open(place) as file:
         trace = json.load(file)
-    found = spans(trace)
-    rows = {"steps", "hook", "lane 0"}
-    assert set(found) == {(rank, row) for rank in range(2) for row in rows}
-    assert all(event["dur"] > 0 for events in found.values() for event in events)
-    assert len(found[1, "steps"]) == 3 and found[1, "hook"][0]["args"] == {"parameters": ["a.weight"]}
+    assert set(spans(trace)) == {(rank, row) for rank in range(2) for row in ("steps", "hook", "lane 0")}
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert [name.split(" (")[0] for name in names] == ["rank 0", "rank 1"]
 
