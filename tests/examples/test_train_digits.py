@@ -8,7 +8,6 @@ import pty
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -16,6 +15,7 @@ import threading
 import pytest
 
 from tests.examples.running import EXAMPLES, SECONDS, fork_example, login_environment, run_example, start_two, torchrun
+from tests.programs import ForkedProgram
 
 NAME = "train_digits.py"
 SHORT = ("--epochs", "3", "--blocks", "1")
@@ -31,42 +31,29 @@ def two_ranks(tmp_path_factory):
 
 
 def test_the_last_line_is_the_result(two_ranks):
-    _, out, _ = two_ranks
+    """Before it is the plot's path, and there is no progress bar in a pipe."""
+    folder, out, err = two_ranks
     assert out.endswith("}\n")
-    result = json.loads(out.splitlines()[-1])
+    *_, plot, last = out.splitlines()
+    result = json.loads(last)
     assert list(result)[: len(KEYS)] == KEYS
-    assert result["ranks"] == 2
-    assert result["engine"] in ("host", "nccl")
+    assert (result["ranks"], result["identical_parameters"]) == (2, True) and result["engine"] in ("host", "nccl")
     assert result["test_accuracy"] >= 0.95
-    assert result["identical_parameters"] is True
-    assert result["step_ms_gloo"] > 0
-    assert result["step_ms_collectives"] > 0
+    assert result["step_ms_gloo"] > 0 and result["step_ms_collectives"] > 0
+    assert plot == "plot: plots/digits.png"
+    assert (folder / "plots" / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert not [sign for sign in ("\r", "\x1b", "step/s") if sign in out + err]
 
 
 def test_the_loss_goes_down_as_it_does_on_gloo(two_ranks):
-    _, out, _ = two_ranks
     losses = {"collectives": [], "gloo": []}
-    for line in out.splitlines():
+    for line in two_ranks[1].splitlines():
         words = line.split()
         if words[1:2] == ["epoch"]:
             losses[words[0]].append(float(words[-1]))
     assert len(losses["collectives"]) == 3
     assert losses["collectives"][-1] < 0.2 * losses["collectives"][0]
     assert losses["collectives"] == pytest.approx(losses["gloo"], abs=2e-4)  # four decimals are printed
-
-
-def test_no_progress_bar_in_a_pipe(two_ranks):
-    _, out, err = two_ranks
-    for text in (out, err):
-        assert "\r" not in text
-        assert "\x1b" not in text
-        assert "step/s" not in text
-
-
-def test_the_plot_is_saved_and_its_path_printed(two_ranks):
-    folder, out, _ = two_ranks
-    assert out.splitlines()[-2] == "plot: plots/digits.png"
-    assert (folder / "plots" / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
 LAUNCHERS = {
@@ -103,19 +90,15 @@ def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path)
 
     reader = threading.Thread(target=read)
     reader.start()
-    try:
-        words = [sys.executable, str(EXAMPLES / NAME), "--steps", "2", "--blocks", "1"]
-        environment = {**login_environment(), "TERM": "xterm"}
-        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    with open(theirs, "w") as terminal:
+        words = [str(EXAMPLES / NAME), "--steps", "2", "--blocks", "1"]
+        process = ForkedProgram(words, {**login_environment(), "TERM": "xterm"}, terminal, terminal, tmp_path)
         try:
             code = process.wait(SECONDS)
         finally:
             process.kill()
-            process.wait()
-    finally:
-        os.close(theirs)
-        reader.join(20)
-        os.close(ours)
+    reader.join(20)
+    os.close(ours)
     text = b"".join(chunks).decode()
     assert code == 1, text
     assert re.search(r"collectives: +\d+%.*/2 \[", text), text
