@@ -330,6 +330,7 @@ def run_program(words: list[str]) -> None:
         else:
             runpy.run_path(words[0], run_name="__main__")
     except Exception:  # as Python itself does, where multiprocessing's children print it in a way of their own
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:

@@ -5,9 +5,8 @@ import gc
 import io
 import logging
 import os
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +19,7 @@ from collectives.auto import read_settings
 from collectives.errors import EngineUnavailable, InvalidArgument, InvalidUsage
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 from tests.launching import clean_environment, free_port
+from tests.programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -226,51 +226,43 @@ if "--fail" in sys.argv:
 """
 
 
-def python(*words, **variables):
-    where = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    env = clean_environment(**{**where, **variables})
-    return subprocess.Popen(
-        [sys.executable, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def run_ranks_of(words, *, ranks=2, **variables):
+    """Run a command on ranks with these variables, of which some are pairs; give their finished processes."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
+
+    def run_rank(rank):
+        own = {name: value if isinstance(value, str) else value[rank] for name, value in variables.items()}
+        return run_forked(list(map(str, words)), clean_environment(RANK=rank, **place, **own), 240)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run_rank, range(ranks)))
 
 
-def start_ranks(words, **variables):
-    """Run a command on two ranks with these variables, of which some are pairs; give their (out, err, status)."""
-    port = str(free_port())
-    values = [{name: v if isinstance(v, str) else v[rank] for name, v in variables.items()} for rank in range(2)]
-    ranks = [python(*words, MASTER_PORT=port, RANK=str(rank), **values[rank]) for rank in range(2)]
-    done = [(*process.communicate(timeout=240), process.returncode) for process in ranks]
-    # torch 2.8 prints on stdout.
-    return [("".join(o for o in out.splitlines(True) if not o.startswith("[Gloo]")), *more) for out, *more in done]
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
 
 
 @pytest.mark.parametrize("backend", ["gloo", "collectives"])
-def test_a_program_is_run_as_python_runs_it(tmp_path, backend):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    words = ("-m", "collectives.auto", str(script), "--fail", "7")
-    for rank, (out, err, status) in enumerate(start_ranks(words, BACKEND=backend)):
-        assert out == "__main__ ['--fail', '7'] True [3.0] fused_allreduce\n" * 2
-        assert status == 1
+def test_a_program_is_run_as_python_runs_it(script, backend):
+    words = ("-m", "collectives.auto", script, "--fail", "7")
+    for rank, done in enumerate(run_ranks_of(words, BACKEND=backend)):
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.8 prints there
+        assert lines == ["__main__ ['--fail', '7'] True [3.0] fused_allreduce"] * 2
+        err = done.stderr
         trace = [line.removeprefix(f"[rank{rank}]: ") for line in err[err.index("Traceback") :].splitlines()]
+        assert done.returncode == 1 and trace[-1] == "ZeroDivisionError: on purpose"
         assert trace[1].startswith(f'  File "{script}", line ') and "runpy" not in err
-        assert trace[-1] == "ZeroDivisionError: on purpose"
         assert err.count("collectives.auto: DistributedDataParallel(Linear): fused_allreduce on 2") == 2 * (rank == 0)
 
 
 def test_what_the_command_refuses():
-    usage = python("-m", "collectives.auto")
-    wrong = python("-m", "collectives.auto", "x.py", COLLECTIVES_WIRE="int9")
-    out, err = usage.communicate(timeout=240)
-    assert usage.returncode == 2 and err.startswith("usage: python -m collectives.auto SCRIPT")
-    out, err = wrong.communicate(timeout=240)
-    assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE=int9: wire must be one of" in err
-
-
-@pytest.mark.parametrize("name, value", [("AUTO", "yes"), ("WIRE", "int9"), ("STREAMS", "0"), ("BLOCK", "200")])
-def test_a_wrong_value_names_its_variable(name, value):
-    with pytest.raises(InvalidArgument, match=f"COLLECTIVES_{name}.*{value}"):
-        read_settings({f"COLLECTIVES_{name}": value})
+    (usage,) = run_ranks_of(["-m", "collectives.auto"], ranks=1)
+    assert usage.returncode == 2 and usage.stderr.startswith("usage: python -m collectives.auto SCRIPT")
+    (wrong,) = run_ranks_of(["-m", "collectives.auto", "x.py"], ranks=1, COLLECTIVES_WIRE="int9")
+    assert wrong.returncode == 1 and "InvalidArgument: COLLECTIVES_WIRE=int9: wire must be one of" in wrong.stderr
 
 
 def test_settings_come_from_variables():
@@ -278,36 +270,35 @@ def test_settings_come_from_variables():
     assert read_settings({"COLLECTIVES_AUTO": "0", "COLLECTIVES_WIRE": "bf16"}) is None
     given = {"COLLECTIVES_AUTO": "1", "COLLECTIVES_WIRE": "int8", "COLLECTIVES_BLOCK": "128", "COLLECTIVES_STREAMS": ""}
     assert read_settings(given) == {"wire": "int8", "block": 128}
+    for name, value in (("AUTO", "yes"), ("WIRE", "int9"), ("STREAMS", "0"), ("BLOCK", "200")):
+        with pytest.raises(InvalidArgument, match=f"COLLECTIVES_{name}.*{value}"):
+            read_settings({f"COLLECTIVES_{name}": value})
 
 
-@pytest.mark.parametrize("other", [0, 1])
-def test_a_rank_without_it_is_named_within_seconds_and_plain_ddp_stays(tmp_path, other):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    off = ("0", "1") if other == 0 else ("1", "0")
-    for rank, (out, err, status) in enumerate(
-        start_ranks(("-m", "collectives.auto", str(script)), COLLECTIVES_AUTO=off)
-    ):
-        assert status == 0 and out == "__main__ [] True [3.0] None\n" * 2
-        text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: import"
-        assert err.count(text) == 2 * (rank != other)
+def test_a_rank_without_it_is_named_within_seconds_and_plain_ddp_stays(script):
+    with ThreadPoolExecutor(2) as pool:  # each job waits for seconds
+        words = ("-m", "collectives.auto", script)
+        jobs = list(pool.map(lambda on: run_ranks_of(words, COLLECTIVES_AUTO=on), (("0", "1"), ("1", "0"))))
+    for other, ranks in enumerate(jobs):
+        for rank, done in enumerate(ranks):
+            lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+            assert done.returncode == 0 and lines == ["__main__ [] True [3.0] None"] * 2
+            text = f"left alone: rank {other} built this model without collectives.auto, or with COLLECTIVES_AUTO=0: "
+            assert done.stderr.count(text) == 2 * (rank != other)
 
 
 # ---- Programs that start the other ranks themselves.
 
 STARTERS = {
     "subprocess": """
-import os, subprocess, sys
+import subprocess
 if os.environ["RANK"] == "0":
     other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1"})
-exec(open(os.environ["TRAIN"]).read())
 train(int(os.environ["RANK"]))
 if os.environ["RANK"] == "0":
     sys.exit(other.wait())
 """,
     "spawn": """
-import os
-exec(open(os.environ["TRAIN"]).read())
 if __name__ == "__main__":
     torch.multiprocessing.spawn(train, nprocs=2)
 """,
@@ -330,16 +321,14 @@ def train(rank):
 
 @pytest.mark.parametrize("starter", STARTERS)
 def test_processes_that_the_program_starts_have_it_too(tmp_path, starter):
-    script, train = tmp_path / "starter.py", tmp_path / "train.py"
-    script.write_text(STARTERS[starter])
-    train.write_text(TRAIN)
+    script = tmp_path / "starter.py"
+    script.write_text(TRAIN + STARTERS[starter])
     (tmp_path / "sitecustomize.py").write_text('import os\nos.environ["hidden"] = "1"\n')
+    # The program itself is forked; those that it starts have its sitecustomize, too.
+    env = clean_environment(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    process = python(
-        "-m", "collectives.auto", str(script), MASTER_PORT=str(free_port()), RANK="0", PYTHONPATH=path, TRAIN=str(train)
-    )
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    lines = sorted(line for line in out.splitlines() if line.startswith("rank"))
-    assert lines == ["rank 0 fused_allreduce True", "rank 1 fused_allreduce True"]
-    assert err.count("fused_allreduce on 2 ranks") == 1
+    done = run_forked(["-m", "collectives.auto", str(script)], {**env, "PYTHONPATH": path}, 240)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank 0 fused_allreduce {starter == 'spawn'}", "rank 1 fused_allreduce True"]
+    assert done.stderr.count("fused_allreduce on 2 ranks") == 1

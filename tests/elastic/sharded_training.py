@@ -12,7 +12,6 @@ commit.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_flatten
 
 import collectives
 from collectives import elastic
@@ -156,25 +156,13 @@ def train_from(state, model, optimizer, scheduler, data, target, checkpointer=No
 
 
 def digest_of(states) -> str:
-    """Return a digest of all values of state dicts."""
-    digest = hashlib.sha256()
-
-    def add(value) -> None:
-        if isinstance(value, dict):
-            for key in sorted(value, key=str):
-                digest.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, list | tuple):
-            for each in value:
-                add(each)
-        elif isinstance(value, torch.Tensor):
-            file = io.BytesIO(value.contiguous().numpy().tobytes())
-            digest.update(f"{value.dtype} {tuple(value.shape)}".encode() + file.getvalue())
-        else:
-            digest.update(repr(value).encode())
-
-    add(states)
-    return digest.hexdigest()
+    """Return a digest of all values of state dicts, with their names."""
+    leaves, names = tree_flatten(states)
+    values = [
+        (str(leaf.dtype), tuple(leaf.shape), leaf.contiguous().numpy().tobytes()) if torch.is_tensor(leaf) else leaf
+        for leaf in leaves
+    ]
+    return hashlib.sha256(repr((values, str(names))).encode()).hexdigest()
 
 
 def make_scheduler(optimizer):

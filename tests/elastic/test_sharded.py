@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from collectives.elastic.replicas import Held, Key, find_keepers, find_whole
+from collectives.elastic.replicas import find_keepers
 from tests.elastic import sharded_training
 from tests.elastic.test_training import fault, run_job, run_two_nodes
 from tests.ranks import run_ranks
@@ -48,23 +48,18 @@ def test_a_rank_dies_in_a_step(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_rank_dies_while_shards_are_sent(tmp_path):
-    """The version that was being sent is not whole: the one before it is."""
-    done, rows = run(tmp_path, 3, [fault(0, "refresh 3")], "--max-restarts", "0")
-    check(tmp_path, done, rows, 2, {2})
-
-
-@pytest.mark.thorough
-def test_a_rank_dies_while_the_first_shards_are_sent(tmp_path):
-    done, rows = run(tmp_path, 2, [fault(0, "refresh 1")], "--max-restarts", "0")
-    check(tmp_path, done, rows, 1, {0})
-
-
-@pytest.mark.thorough
-def test_ranks_die_one_after_the_other_in_a_recovery(tmp_path):
-    faults = [fault(3, "commit 4"), fault(1, "attach 2")]
-    done, rows = run(tmp_path, 4, faults, "--max-restarts", "0", EVERY="2")
-    check(tmp_path, done, rows, 2, {2})
+@pytest.mark.parametrize(
+    "ranks, faults, left, versions",
+    [
+        (3, [fault(0, "refresh 3")], 2, {2}),  # the version that was being sent is not whole: the one before it is
+        (2, [fault(0, "refresh 1")], 1, {0}),
+        (4, [fault(3, "commit 4"), fault(1, "attach 2")], 2, {2}),
+    ],
+    ids=["while shards are sent", "while the first shards are sent", "one after the other, in a recovery"],
+)
+def test_ranks_die(tmp_path, ranks, faults, left, versions):
+    done, rows = run(tmp_path, ranks, faults, "--max-restarts", "0", EVERY="2" if ranks == 4 else "1")
+    check(tmp_path, done, rows, left, versions)
 
 
 @pytest.mark.thorough
@@ -114,17 +109,3 @@ def test_keepers_are_on_other_nodes():
         (keepers,) = find_keepers(size, nodes, 1)
         assert sorted(keepers) == list(range(size))
         assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(keepers))
-
-
-def test_the_newest_whole_version_is_found():
-    def own(number, rank, generation=1, size=3):
-        return Held(number, generation, size, rank, True)
-
-    def copy(number, rank, generation=1, size=3):
-        return Held(number, generation, size, rank, False)
-
-    held = [[own(4, 0), copy(4, 2), own(5, 0)], [own(4, 1), copy(4, 0), own(5, 1), copy(5, 0)]]
-    assert find_whole(held) == (Key(4, 1), {0: 0, 1: 1, 2: 0}, {Key(5, 1): [2]})
-    assert find_whole([[own(4, 0), own(5, 0, 2, 1)], []]) == (Key(5, 2), {0: 0}, {})
-    assert find_whole([[own(4, 0)], [own(4, 1)], []]) == (None, {}, {Key(4, 1): [2]})
-    assert find_whole([[], []]) == (None, {}, {})

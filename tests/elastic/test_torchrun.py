@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import clean_environment, free_port, torchrun
-from tests.programs import FORKING, ForkedProgram
+from tests.programs import FORKING, ForkedProgram, run_python
 from tests.project.test_imports import ROOT
 
 PROGRAM = Path(__file__).with_name("steps.py")
@@ -297,7 +296,7 @@ def test_the_metadata_names_the_entry_point():
     assert f'[project.entry-points."torchrun.handlers"]\ncollectives = "{ENTRY_POINT}"\n' in text
 
 
-def test_torchrun_without_it_is_torchs_own(tmp_path):
+def test_torchrun_without_it_is_torchs_own():
     """The entry point alone changes nothing in a torchrun: torch's agent stays, and no program part is loaded."""
     code = (
         "import sys, torch.distributed.run, torch.distributed.launcher.api as api\n"
@@ -305,6 +304,5 @@ def test_torchrun_without_it_is_torchs_own(tmp_path):
         "entry.get_handler()\n"
         "print(api.LocalElasticAgent.__name__, 'collectives.elastic.agent' in sys.modules)"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=LIMIT_S)
-    assert re.fullmatch(r"LocalElasticAgent False\s*", done.stdout), done.stderr
+    done = run_python(code, timeout=LIMIT_S, **clean_environment())
+    assert done.stdout.split() == ["LocalElasticAgent", "False"], done.stderr

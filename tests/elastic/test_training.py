@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,15 +25,23 @@ def options_of(ranks, limits, *options, program=PROGRAM):
     return ["-n", str(ranks), "--elastic", limits, *options, str(program)]
 
 
+def environment(folder, faults, way, more):
+    folder.mkdir(exist_ok=True)
+    return {
+        **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **more,
+    }  # fmt: skip
+
+
+def read_rows(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
+
+
 def run_job(folder, ranks, faults, *options, limits="1:8", way="plain", program=PROGRAM, seconds=SECONDS, **env):
     """Run a job on one node; return its process, and what the ranks that finished have written."""
-    folder.mkdir(exist_ok=True)
-    env = {
-        **os.environ, "FAULTS": json.dumps(faults), "WAY": way, "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
-    }  # fmt: skip
+    env = environment(folder, faults, way, env)
     done = run_forked([FORKING, *RUN[1:], *options_of(ranks, limits, *options, program=program)], env, seconds)
-    return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
+    return done, read_rows(folder)
 
 
 def check_rows(rows, size, text=""):
@@ -63,15 +71,6 @@ def test_a_rank_dies_and_another_one_joins(tmp_path, way):
 
 
 @pytest.mark.thorough
-def test_a_rank_dies_before_torchs_group_is_opened(tmp_path):
-    """Torch's other ranks would wait for it until their time limit; and one of those dies in the next round, too."""
-    done, rows = run_job(tmp_path, 4, [fault(1, "group 1"), fault(3, "group 2", "exit")], way="ddp", PAUSE="0.01")
-    assert done.returncode == 0, done.stderr
-    check_rows(rows, rows[0]["size"], done.stderr)
-    assert "rank 1 died" in done.stderr and "rank 2 died" in done.stderr, done.stderr
-
-
-@pytest.mark.thorough
 def test_torchs_group_is_opened_again_for_the_same_ranks(tmp_path):
     faults = [fault(1, "commit 3", "update"), fault(0, "commit 9", "update")]
     done, rows = run_job(tmp_path, 2, faults, way="ddp", WIRE="fp32")
@@ -97,6 +96,29 @@ def test_an_undisturbed_job(tmp_path):
     assert set(torch.tensor(rows[0]["history"]).sum(0).tolist()) == {EPOCHS}
 
 
+ENDS = """
+import os, sys, time
+import collectives
+from collectives import elastic
+
+collectives.init()
+elastic.run(lambda state: None)(elastic.ObjectState(step=0))
+if os.environ["RANK"] == "1":
+    time.sleep(1.0)
+    sys.exit(5)
+"""
+
+
+def test_a_rank_that_fails_after_the_training(tmp_path):
+    """The job's exit code is that rank's."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDS)
+    done, _ = run_job(tmp_path, 2, [], program=program)
+    assert done.returncode == 5, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "rank 1" in last and "after another rank's program has ended with 0" in last
+
+
 def test_too_few_ranks_end_the_job(tmp_path):
     faults = [fault(rank, "step 3", "raise", life) for rank in (0, 1) for life in range(4)]
     done, rows = run_job(tmp_path, 2, faults, limits="2:2")
@@ -107,24 +129,15 @@ def test_too_few_ranks_end_the_job(tmp_path):
 
 def run_two_nodes(folder, faults, *options, program=PROGRAM, **env):
     """Run a job of two launchers, as of two machines, with two ranks each; return what `run_job` does, of both."""
-    port = free_port()
-    env = {
-        **os.environ, "WAY": "plain", "OUT": str(folder / "out"), "OMP_NUM_THREADS": "1",
-        "FAULTS": json.dumps(faults), "COLLECTIVES_ENGINE": "host",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **env,
-    }  # fmt: skip
-    place = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    jobs = [
-        subprocess.Popen(
-            [*RUN, *options_of(2, "1:8", *place, "--node-rank", str(node), *options, program=program)],
-            env={**env, "COLLECTIVES_HOST_ID": f"node{node}"}, **pipes,
-        )  # fmt: skip
-        for node in range(2)
-    ]
-    texts = [job.communicate(timeout=SECONDS) for job in jobs]
-    done = [subprocess.CompletedProcess(job.args, job.returncode, *text) for job, text in zip(jobs, texts, strict=True)]
-    return done, [json.loads(path.read_text()) for path in sorted(folder.glob("out.*"))]
+    env = environment(folder, faults, "plain", {"COLLECTIVES_ENGINE": "host", **env})
+    place = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+
+    def run_node(node):
+        words = options_of(2, "1:8", *place, "--node-rank", str(node), *options, program=program)
+        return run_forked([FORKING, *RUN[1:], *words], {**env, "COLLECTIVES_HOST_ID": f"node{node}"}, SECONDS)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run_node, range(2))), read_rows(folder)
 
 
 @pytest.mark.thorough

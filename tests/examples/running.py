@@ -1,9 +1,7 @@
 """Runs an example as people run it: by a launcher, in a folder of its own, with its output in pipes."""
 
-import contextlib
 import functools
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,27 +40,12 @@ def _installed():
 
 def run_example(launcher, name, *options, cwd):
     """Run an example in ``cwd``; give its exit status, stdout and stderr. Nothing of it outlives the time limit."""
-    words = [*launcher, sys.executable, str(EXAMPLES / name), *options]
-    with subprocess.Popen(
-        words,
-        cwd=cwd,
-        env=login_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # a launcher ends its ranks at this, which SIGKILL would leave behind
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=20)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail(f"{words} did not end within {SECONDS} s")
-    return process.returncode, out, err
+    limit = ["timeout", "--kill-after=20", str(SECONDS)]  # a launcher ends its ranks at the signal before
+    words = [*limit, *launcher, sys.executable, str(EXAMPLES / name), *options]
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(words, cwd=cwd, env=login_environment(), **pipes)
+    assert done.returncode != 124, f"{words} did not end within {SECONDS} s:\n{done.stderr}"
+    return done.returncode, done.stdout, done.stderr
 
 
 def torchrun_variables(rank, ranks, port):

@@ -1,19 +1,16 @@
 """The elastic example: a rank kills itself, and the others go on with its shards."""
 
 import json
-import subprocess
-import sys
 
 from tests.examples.running import EXAMPLES, SECONDS, login_environment
+from tests.programs import FORKING, run_forked
 
 
 def test_a_rank_kills_itself(tmp_path):
-    launcher = (sys.executable, "-m", "collectives.run", "-n", "2", "--elastic", "1:2")
     options = ("--kill", "1:6", "--texts", "480", "--context", "32", "--width", "64", "--layers", "1")
-    words = [*launcher, str(EXAMPLES / "elastic_char_gpt.py"), *options, "--checkpoints", "saved"]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=login_environment(), capture_output=True, text=True, timeout=SECONDS
-    )  # fmt: skip
+    launcher = ("-m", "collectives.run", "-n", "2", "--elastic", "1:2", str(EXAMPLES / "elastic_char_gpt.py"))
+    words = [FORKING, *launcher, *options, "--checkpoints", str(tmp_path / "saved")]
+    done = run_forked(words, login_environment(), SECONDS)
     out, err = done.stdout, done.stderr
     assert done.returncode == 0, out + err
     result = json.loads(out.splitlines()[-1])

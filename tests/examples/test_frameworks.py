@@ -52,8 +52,14 @@ NAMES = {"accelerate": ["accelerate"], "trainer": ["transformers", "accelerate"]
 _of_gloo: dict[str, list[float]] = {}
 
 
-@pytest.mark.parametrize("way", ["backend", "auto", pytest.param("hook", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", NAMES)
+# On the backend accelerate and the Trainer run below, too.
+OFTEN = [("accelerate", "auto"), ("trainer", "auto"), ("lightning", "backend"), ("lightning", "auto")]
+RARE = [(name, "hook") for name in NAMES] + [("accelerate", "backend"), ("trainer", "backend")]
+
+
+@pytest.mark.parametrize(
+    "name, way", [*OFTEN, *(pytest.param(*each, marks=pytest.mark.thorough) for each in RARE)]
+)
 def test_every_way_gives_the_losses_of_gloo(name, way, tmp_path):
     require(*NAMES[name])
     program = FRAMEWORKS / f"{name}_train.py"

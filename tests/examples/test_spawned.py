@@ -1,19 +1,22 @@
 """Programs that start their own ranks: the example, by each start method, and what goes wrong there."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.examples.running import fork_example, login_environment, run_example
+from tests.examples.running import fork_example
+from tests.programs import run_python
 
 NAME = "spawned_all_reduce.py"
 
 
+def start_alone(*options, cwd):
+    return fork_example(NAME, *options, cwd=cwd, ranks=1, variables=lambda *_: {})
+
+
 @pytest.mark.parametrize("method, ranks", [("spawn", 2), pytest.param("fork", 3, marks=pytest.mark.thorough)])
 def test_all_three_ways_give_the_sum(method, ranks, tmp_path):
-    code, out, err = run_example([], NAME, "--start-method", method, "--ranks", str(ranks), cwd=tmp_path)
+    code, out, err = start_alone("--start-method", method, "--ranks", str(ranks), cwd=tmp_path)
     assert code == 0, out + err
     result = json.loads(out.splitlines()[-1])
     total = ranks * (ranks + 1) / 2
@@ -24,7 +27,7 @@ def test_all_three_ways_give_the_sum(method, ranks, tmp_path):
 
 
 def test_a_rank_that_raises_ends_the_program_with_its_traceback(tmp_path):
-    code, out, err = run_example([], NAME, "--start-method", "fork", "--fail-rank", "1", cwd=tmp_path)
+    code, out, err = start_alone("--start-method", "fork", "--fail-rank", "1", cwd=tmp_path)
     assert code == 1 and out == ""
     assert err.rstrip().endswith("RuntimeError: rank 1 was asked to fail")
 
@@ -58,9 +61,8 @@ print("closed first: well")
 """
 
 
-def test_forked_ranks_of_a_parent_that_has_a_communicator_raise_what_to_do(tmp_path):
-    words = [sys.executable, "-c", FORKED]
-    done = subprocess.run(words, env=login_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=100)
+def test_forked_ranks_of_a_parent_that_has_a_communicator_raise_what_to_do():
+    done = run_python(FORKED, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     text, then = done.stdout.splitlines()
     assert "opened in the parent process" in text and "close() it before the fork, or start them by the spawn" in text

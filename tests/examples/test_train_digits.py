@@ -8,7 +8,6 @@ import pty
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -16,6 +15,7 @@ import threading
 import pytest
 
 from tests.examples.running import EXAMPLES, SECONDS, fork_example, login_environment, run_example, start_two, torchrun
+from tests.programs import ForkedProgram
 
 NAME = "train_digits.py"
 SHORT = ("--epochs", "3", "--blocks", "1")
@@ -34,50 +34,36 @@ def numbers(folder):
     return json.loads((folder / "out" / "train_digits.json").read_text())
 
 
-def test_the_last_line_says_what_came_out_and_a_file_has_the_numbers(two_ranks):
-    folder, out, _ = two_ranks
-    result = numbers(folder)
+def test_the_last_line_says_what_came_out_and_files_have_numbers_and_plot(two_ranks):
+    """In a pipe there is no progress bar."""
+    folder, out, err = two_ranks
+    result, (*_, plot, written, last) = numbers(folder), out.splitlines()
     assert list(result)[: len(KEYS)] == KEYS
-    assert result["ranks"] == 2
-    assert result["engine"] in ("host", "nccl")
+    assert (result["ranks"], result["identical_parameters"]) == (2, True) and result["engine"] in ("host", "nccl")
     assert result["test_accuracy"] >= 0.95
-    assert result["identical_parameters"] is True
-    assert result["step_ms_gloo"] > 0
-    assert result["step_ms_collectives"] > 0
+    assert result["step_ms_gloo"] > 0 and result["step_ms_collectives"] > 0
     learned, times = re.fullmatch(
-        r"The test accuracy is (\S+)%, and the parameters are the same on all ranks\. (.*)\.", out.splitlines()[-1]
+        r"The test accuracy is (\S+)%, and the parameters are the same on all ranks\. (.*)\.", last
     ).groups()
     assert float(learned) == pytest.approx(100 * result["test_accuracy"], abs=0.1)
     gloo, ours, ratio = map(float, re.findall(r"\d+\.\d", times))
     assert times == f"{gloo} ms a step on Gloo, {ours} with collectives: {ratio} times as fast"
     assert gloo == pytest.approx(result["step_ms_gloo"], abs=0.06)
     assert ratio == pytest.approx(result["step_ms_gloo"] / result["step_ms_collectives"], abs=0.06)
+    assert (plot, written) == ("plot: plots/digits.png", "numbers: out/train_digits.json")
+    assert (folder / "plots" / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert not [sign for sign in ("\r", "\x1b", "step/s") if sign in out + err]
 
 
 def test_the_loss_goes_down_as_it_does_on_gloo(two_ranks):
-    _, out, _ = two_ranks
     losses = {"collectives": [], "gloo": []}
-    for line in out.splitlines():
+    for line in two_ranks[1].splitlines():
         words = line.split()
         if words[1:2] == ["epoch"]:
             losses[words[0]].append(float(words[-1]))
     assert len(losses["collectives"]) == 3
     assert losses["collectives"][-1] < 0.2 * losses["collectives"][0]
     assert losses["collectives"] == pytest.approx(losses["gloo"], abs=2e-4)  # four decimals are printed
-
-
-def test_no_progress_bar_in_a_pipe(two_ranks):
-    _, out, err = two_ranks
-    for text in (out, err):
-        assert "\r" not in text
-        assert "\x1b" not in text
-        assert "step/s" not in text
-
-
-def test_the_plot_is_saved_and_its_path_printed(two_ranks):
-    folder, out, _ = two_ranks
-    assert out.splitlines()[-3:-1] == ["plot: plots/digits.png", "numbers: out/train_digits.json"]
-    assert (folder / "plots" / "digits.png").read_bytes().startswith(b"\x89PNG")
 
 
 LAUNCHERS = {
@@ -114,19 +100,15 @@ def test_alone_on_a_terminal_shows_a_bar_and_fails_below_the_threshold(tmp_path)
 
     reader = threading.Thread(target=read)
     reader.start()
-    try:
-        words = [sys.executable, str(EXAMPLES / NAME), "--steps", "2", "--blocks", "1"]
-        environment = {**login_environment(), "TERM": "xterm"}
-        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    with open(theirs, "w") as terminal:
+        words = [str(EXAMPLES / NAME), "--steps", "2", "--blocks", "1"]
+        process = ForkedProgram(words, {**login_environment(), "TERM": "xterm"}, terminal, terminal, tmp_path)
         try:
             code = process.wait(SECONDS)
         finally:
             process.kill()
-            process.wait()
-    finally:
-        os.close(theirs)
-        reader.join(20)
-        os.close(ours)
+    reader.join(20)
+    os.close(ours)
     text = b"".join(chunks).decode()
     assert code == 1, text
     assert re.search(r"collectives: +\d+%.*/2 \[", text), text

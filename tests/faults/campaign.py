@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 
 from tests.faults import deviations, fuzz, fuzz_host, kills, resources, trainings
 from tests.faults.fuzz_targets import TARGETS
@@ -23,45 +24,35 @@ KINDS = {
     "kills": kills.run_trial, "deviations": deviations.run_trial, "trainings": trainings.run_trial,
     "resources": resources.run_trial,
 }  # fmt: skip
+FUZZED = {**dict.fromkeys(TARGETS, fuzz.run_trial), **dict.fromkeys(fuzz_host.TARGETS, fuzz_host.run_trial)}
 
 
-def run_fuzz(options) -> int:
-    """Run the fuzzing of some targets; return how many things went wrong."""
-    wrong = 0
-    for target in [options.target] if options.target else [*TARGETS, *fuzz_host.TARGETS]:
-        run = fuzz_host.run_trial if target in fuzz_host.TARGETS else fuzz.run_trial
-        row = run(options.seed or 0, target, options.inputs)
-        print(json.dumps(row), flush=True)
-        wrong += len(row["wrong"])
-    return wrong
-
-
-def run_trials(options) -> int:
-    """Run the trials of one kind; return how many went wrong."""
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=[*KINDS, "fuzz"])
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument("--trials", type=int, default=None, help="how many (default: 1, and its whole row is printed)")
+    parser.add_argument("--target", choices=FUZZED, help="of fuzz (default: all)")
+    parser.add_argument("--inputs", type=int, default=10_000, help="of each target of fuzz (default: %(default)s)")
+    options = parser.parse_args()
     began, rows = time.monotonic(), []
-    for seed in range(options.seed or 0, (options.seed or 0) + (options.trials or 1)):
-        row = KINDS[options.kind](seed)
-        rows.append(row)
-        if row["wrong"] or options.trials is None:
-            print(json.dumps(row, indent=1), flush=True)
+    if options.kind == "fuzz":
+        names = [options.target] if options.target else FUZZED
+        trials = [partial(FUZZED[name], options.seed, name, options.inputs) for name in names]
+    else:
+        seeds = range(options.seed, options.seed + (options.trials or 1))
+        trials = [partial(KINDS[options.kind], seed) for seed in seeds]
+    for trial in trials:
+        rows.append(trial())
+        if rows[-1]["wrong"] or options.trials is None:
+            print(json.dumps(rows[-1], indent=1), flush=True)
     seconds = [row["seconds"] for row in rows if row.get("seconds") is not None]
     wrong = [row["seed"] for row in rows if row["wrong"]]
     print(json.dumps({
         "kind": options.kind, "trials": len(rows), "wrong": wrong, "spent_s": round(time.monotonic() - began, 1),
         "median_s": round(statistics.median(seconds), 3) if seconds else None, "worst_s": max(seconds, default=None),
     }))  # fmt: skip
-    return len(wrong)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.campaign", description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=[*KINDS, "fuzz"])
-    parser.add_argument("--seed", type=int, default=None, help="of the first trial")
-    parser.add_argument("--trials", type=int, default=None, help="how many (default: 1, and its whole row is printed)")
-    parser.add_argument("--target", choices=[*TARGETS, *fuzz_host.TARGETS], help="of fuzz (default: all)")
-    parser.add_argument("--inputs", type=int, default=10_000, help="of each target of fuzz (default: %(default)s)")
-    options = parser.parse_args()
-    return min(100, run_fuzz(options) if options.kind == "fuzz" else run_trials(options))
+    return min(100, len(wrong))
 
 
 if __name__ == "__main__":

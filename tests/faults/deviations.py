@@ -10,40 +10,38 @@ all ranks the communicator goes on (on one node).
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
-from tests.faults.kills import open_on, shorten
-from tests.ranks import RankFailure, run_ranks
+from tests.faults.trials import OPS, Arrays, make_call, on_machines, open_comm, run_on_ranks, wrong_sum
 
-__all__ = ["Step", "make_plan", "run_trial"]
+__all__ = ["make_plan", "run_trial"]
 
 TIMEOUT = 1.0  # of the communicator
 LIMIT = 60.0  # of a trial
-OPS = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "ring", "barrier")
 DTYPES = ("float32", "float64", "int32", "int64", "bfloat16")
 DEVIATIONS = ("op", "dtype", "count", "root", "order", "left out", "one more")
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One call. ``count``: elements of a rank's part."""
 
     op: str
-    dtype: str = "float32"
-    count: int = 1
-    root: int = 0
+    dtype: str
+    count: int
+    root: int
 
     @property
     def call(self) -> tuple:
         """What the ranks must have in common."""
         if self.op == "barrier":
             return ("barrier",)
-        return self.op, self.dtype, self.count, self.root if self.op in ("reduce", "broadcast") else None
+        return self if self.op in ("reduce", "broadcast") else self[:3]
 
 
-def make_plan(seed: int) -> dict:
+def make_plan(seed: int) -> SimpleNamespace:
     """Return the plan of a seed: ranks, who deviates, how, and each rank's steps."""
     draw = random.Random(seed)
     ranks = draw.choice([2, 2, 3, 4])
@@ -57,13 +55,13 @@ def make_plan(seed: int) -> dict:
     usual = [step() for _ in range(draw.randint(1, 6))]
     other, at, how = list(usual), draw.randrange(len(usual)), draw.choice(DEVIATIONS)
     if how == "op":
-        other[at] = replace(usual[at], op=draw.choice([op for op in OPS if op != usual[at].op]))
+        other[at] = usual[at]._replace(op=draw.choice([op for op in OPS if op != usual[at].op]))
     elif how == "dtype":
-        other[at] = replace(usual[at], dtype=draw.choice([each for each in DTYPES if each != usual[at].dtype]))
+        other[at] = usual[at]._replace(dtype=draw.choice([each for each in DTYPES if each != usual[at].dtype]))
     elif how == "count":
-        other[at] = replace(usual[at], count=draw.choice([usual[at].count + 1, 2 * usual[at].count + 3, 1]))
+        other[at] = usual[at]._replace(count=draw.choice([usual[at].count + 1, 2 * usual[at].count + 3, 1]))
     elif how == "root":
-        other[at] = replace(usual[at], root=(usual[at].root + 1) % ranks)
+        other[at] = usual[at]._replace(root=(usual[at].root + 1) % ranks)
     elif how == "order" and at + 1 < len(usual):
         other[at], other[at + 1] = other[at + 1], other[at]
     elif how == "one more":
@@ -71,168 +69,125 @@ def make_plan(seed: int) -> dict:
     else:
         how = "left out"
         del other[at]
-    return {
-        "seed": seed, "ranks": ranks, "machines": machines, "deviant": draw.randrange(ranks), "how": how,
-        "usual": usual, "other": other,
-    }  # fmt: skip
-
-
-def first_difference(plan: dict) -> int | None:
-    """Return the number of the first call that is not the same, None where all are."""
-    usual, other = ([step.call for step in plan[name]] for name in ("usual", "other"))
-    if usual == other:
-        return None
-    shorter = min(len(usual), len(other))
-    return next((at for at in range(shorter) if usual[at] != other[at]), shorter)
+    deviant, calls = draw.randrange(ranks), [[step.call for step in steps] for steps in (usual, other)]
+    shorter = min(map(len, calls))
+    differ = [at for at in range(shorter) if calls[0][at] != calls[1][at]]
+    first = differ[0] if differ else shorter if len(usual) != len(other) else None  # the first call that differs
+    return SimpleNamespace(
+        seed=seed, ranks=ranks, machines=machines, deviant=deviant, how=how, usual=usual, other=other, first=first
+    )
 
 
 def run_trial(seed: int) -> dict:
     """Run the trial of a seed; return its row."""
     plan = make_plan(seed)
-    row = {"trial": "deviations", **plan, "wrong": []}
-    for name in ("usual", "other"):
-        row[name] = [asdict(step) for step in plan[name]]
-    try:
-        results = run_ranks(take_part, plan["ranks"], plan, timeout=LIMIT)
-    except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {shorten(failure)}")
-        return row
-    row["wrong"] += [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found["wrong"]]
+    row, results = run_on_ranks(take_part, plan, timeout=LIMIT)
+    row["wrong"] += [f"rank {rank} {text}" for rank in range(len(results)) for text in check_error(plan, results, rank)]
     row["errors"] = [found["error"] for found in results]
-    row["legal"] = first_difference(plan) is None
-    row["operations"] = sum(found["done"] for found in results)
-    row["wrong"] += check_errors(plan, results)
     return row
 
 
-def check_errors(plan: dict, results: list[dict]) -> list[str]:
-    """Return what is wrong with which ranks got errors, and where."""
-    at, deviant, wrong = first_difference(plan), plan["deviant"], []
-    for rank, found in enumerate(results):
-        steps = plan["other" if rank == deviant else "usual"]
-        if at is None and found["error"] is not None:
-            wrong.append(f"rank {rank} got {found['text']}, and all calls are the same")
-        elif at is not None and found["error"] is None:
-            if at < len(steps) and not excused(plan, at, steps, found, results):
-                wrong.append(f"rank {rank} got no error, and call {at} differs")
-        elif found["error"] is not None and found["done"] < at:
-            wrong.append(f"rank {rank} got an error in call {found['done']}, and the first that differs is {at}")
-    return wrong
+def check_error(plan: SimpleNamespace, results: list[dict], rank: int) -> list[str]:
+    """Return what is wrong with whether a rank got an error, and where."""
+    found, first = results[rank], plan.first
+    if found["error"] is not None:
+        if first is None:
+            return [f"got {found['text']}, and all calls are the same"]
+        early = found["done"] < first
+        return [f"got an error in call {found['done']}, and the first that differs is {first}"] if early else []
+    steps = plan.other if rank == plan.deviant else plan.usual
+    if first is None or first >= len(steps) or excused(plan, steps[first:], found, results):
+        return []
+    return [f"got no error, and call {first} differs"]
 
 
-def excused(plan: dict, at: int, steps: list[Step], found: dict, results: list[dict]) -> bool:
+def excused(plan: SimpleNamespace, steps: list[Step], found: dict, results: list[dict]) -> bool:
     """Return whether a rank need not notice: sends and receives concern neighbours alone, a rank whose
     calls come to an end before the others' has nothing more to wait for, nor has one of several
     nodes that has what the roots sent, in its last calls, if others get an error.
     """
-    usual, other = plan["usual"], plan["other"]
-    calls = {each[at].op for each in (usual, other) if at < len(each)}
-    if "ring" in calls or at >= min(len(usual), len(other)):
+    calls = [each[plan.first].op for each in (plan.usual, plan.other) if plan.first < len(each)]
+    if len(calls) < 2 or "ring" in calls:
         return True
-    noticed = plan["machines"] and any(each["error"] for each in results)
-    return bool(noticed) and {step.op for step in steps[at:]} == {"broadcast"} and found["right"]
+    noticed = plan.machines and any(each["error"] for each in results)
+    return bool(noticed) and {step.op for step in steps} == {"broadcast"} and found["right"]
 
 
 # ---- On each rank.
 
 
-def take_part(ctx, plan: dict) -> dict:
+def take_part(ctx, plan: SimpleNamespace) -> dict:
     """One rank's part of a trial."""
-    import collectives
+    from collectives.errors import CollectivesError
 
-    with open_on(ctx, plan["machines"]):
-        comm = collectives.init() if plan["machines"] else ctx.new_communicator()
+    with on_machines(ctx, plan.machines):
+        comm = open_comm(ctx, plan.machines, timeout=TIMEOUT)
         comm.timeout = TIMEOUT
-        return run_program(ctx, plan, comm)
-
-
-def run_program(ctx, plan: dict, comm) -> dict:
-    from collectives.errors import CollectivesError, Mismatch
-
-    wrong, error, done, text, right = [], None, 0, "", True
-    for step in plan["other" if ctx.rank == plan["deviant"] else "usual"]:
+    wrong, kind, done, text, right = [], None, 0, "", True
+    for step in plan.other if ctx.rank == plan.deviant else plan.usual:
         call = Call(step, done, comm)
         try:
             call.run()
-        except CollectivesError as found:
-            error, text = found, f"{type(found).__name__} {found.peers}: {found}"
+        except CollectivesError as error:
+            kind, text = type(error).__name__, f"{type(error).__name__} {error.peers}: {error}"
             # Of a group another receive may have ended well; on several nodes nothing is promised.
-            if not call.is_unchanged() and step.op != "ring" and not plan["machines"]:
+            if not torch.equal(call.out, call.before) and step.op != "ring" and not plan.machines:
                 wrong.append(f"call {done} ({step}) failed, and has changed its receive buffer: {text}")
+            if kind == "Mismatch" and not plan.machines and step.op != "ring":
+                wrong += wrong_table(ctx, plan, error)
             break
-        is_right = call.is_right()
+        is_right = torch.equal(call.out, call.want)
         right = right and is_right
-        if not is_right and (first_difference(plan) is None or done < first_difference(plan)):
+        if not is_right and (plan.first is None or done < plan.first):
             wrong.append(f"call {done} ({step}) has a wrong result")
         done += 1
-    kinds = ctx.exchange(type(error).__name__ if error is not None else None)
-    places = ctx.exchange(done)
-    if not plan["machines"] and set(kinds) == {Mismatch.__name__} and len(set(places)) == 1:
-        wrong += go_on(comm)
+    ends = set(ctx.exchange((kind, done)))
+    if not plan.machines and len(ends) == 1 and kind == "Mismatch":
+        try:
+            wrong += wrong_sum(comm)
+        except CollectivesError as error:
+            wrong.append(f"can't be used after a Mismatch: {type(error).__name__}: {error}")
     ctx.barrier()
     comm.abort()
-    return {"wrong": wrong, "error": kinds[ctx.rank], "done": done, "text": text, "right": right}
+    return {"wrong": wrong, "error": kind, "done": done, "text": text, "right": right}
 
 
-def go_on(comm) -> list[str]:
-    """Use the communicator again after a mismatch on all ranks."""
-    x = torch.full((5000,), float(comm.rank + 1))
-    try:
-        comm.all_reduce(x)
-    except Exception as error:
-        return [f"can't be used after a Mismatch: {type(error).__name__}: {error}"]
-    total = comm.size * (comm.size + 1) / 2
-    return [] if set(x.tolist()) == {total} else [f"a wrong sum after a Mismatch: {x[:4]}, not {total}"]
+def wrong_table(ctx, plan: SimpleNamespace, error) -> list[str]:
+    """Return what is wrong with an error that says who made which call: the ranks, and in what the calls differ."""
+    others = [rank for rank in range(plan.ranks) if rank != plan.deviant]
+    peers = others if ctx.rank == plan.deviant else [plan.deviant]
+    words = [f"rank {rank}" for rank in range(plan.ranks)]
+    if plan.first < min(len(plan.usual), len(plan.other)):
+        pairs = zip(plan.usual[plan.first].call, plan.other[plan.first].call, strict=False)
+        words += [str(value) for pair in pairs if pair[0] != pair[1] for value in pair]
+    text = error.message.lower().replace("_", "")
+    missing = [word for word in words if word.replace("_", "") not in text]
+    if list(error.peers) == peers and error.rank == ctx.rank and not missing:
+        return []
+    return [f"names {error.peers} on rank {error.rank}, and not {peers}, and lacks {missing}: {error.message}"]
 
 
 class Call:
-    """One call, its arrays, and what it must give. Values are small whole numbers: sums are exact."""
+    """One call, its receive buffer, and what it must give. Values are small whole numbers: sums are exact."""
 
     def __init__(self, step: Step, number: int, comm):
-        self.step, self.comm, self.number = step, comm, number
-        self.dtype = getattr(torch, step.dtype)
-        n, size, rank = step.count, comm.size, comm.rank
-        mine = self.values(rank)
-        whole = torch.cat([self.values(rank, part) for part in range(size)])
-        blank = torch.full((n,), 7, dtype=self.dtype)
-        blanks = torch.full((n * size,), 7, dtype=self.dtype)
-        total = sum(self.values(each) for each in range(size))
-        every = torch.cat([self.values(each) for each in range(size)])
-        left, right = (rank - 1) % size, (rank + 1) % size
-        root = step.root
-        # The receive buffer, what it must hold, the call.
-        self.out, self.want, self.make = {
-            "all_reduce": lambda: (mine, total, lambda: comm.all_reduce(mine)),
-            "reduce": lambda: (mine, total if rank == root else mine.clone(), lambda: comm.reduce(mine, root)),
-            "reduce_scatter": lambda: (
-                blank, sum(self.values(each, rank) for each in range(size)),
-                lambda: comm.reduce_scatter(blank, whole),
-            ),
-            "all_gather": lambda: (blanks, every, lambda: comm.all_gather(blanks, mine)),
-            "broadcast": lambda: (mine, self.values(root), lambda: comm.broadcast(mine, root)),
-            "all_to_all": lambda: (
-                blanks, torch.cat([self.values(each, rank) for each in range(size)]),
-                lambda: comm.all_to_all(blanks, whole),
-            ),
-            "ring": lambda: (blank, self.values(left), lambda: self.ring(mine, blank, left, right)),
-            "barrier": lambda: (blank[:1], blank[:1].clone(), comm.barrier),
-        }[step.op]()  # fmt: skip
-        self.before = self.out.clone()
+        rank, ranks, dtype = comm.rank, range(comm.size), getattr(torch, step.dtype)
 
-    def values(self, rank: int, part: int = 0) -> torch.Tensor:
-        first = (rank * 3 + part * 5 + self.number) % 7
-        return ((torch.arange(self.step.count) + first) % 5).to(self.dtype)
+        def values(rank: int, part: int = 0) -> torch.Tensor:
+            first = (rank * 3 + part * 5 + number) % 7
+            return ((torch.arange(step.count) + first) % 5).to(dtype)
 
-    def ring(self, mine, out, left, right) -> None:
-        with self.comm.group():
-            self.comm.send(mine, right)
-            self.comm.recv(out, left)
-
-    def run(self) -> None:
-        self.make()
-
-    def is_right(self) -> bool:
-        return torch.equal(self.out, self.want)
-
-    def is_unchanged(self) -> bool:
-        return torch.equal(self.out, self.before)
+        mine, every = values(rank), torch.cat([values(rank, part) for part in ranks])
+        arrays = Arrays(mine, every, torch.full_like(mine, 7), torch.full_like(every, 7))
+        total = sum(values(each) for each in ranks)
+        self.out, self.want = {
+            "all_reduce": (mine, total),
+            "reduce": (mine, total if rank == step.root else mine.clone()),
+            "reduce_scatter": (arrays.part_out, sum(values(each, rank) for each in ranks)),
+            "all_gather": (arrays.every_out, torch.cat([values(each) for each in ranks])),
+            "broadcast": (mine, values(step.root)),
+            "all_to_all": (arrays.every_out, torch.cat([values(each, rank) for each in ranks])),
+            "ring": (arrays.part_out, values((rank - 1) % comm.size)),
+            "barrier": (arrays.part_out, arrays.part_out.clone()),
+        }[step.op]
+        self.before, self.run = self.out.clone(), make_call(comm, step.op, arrays, step.root)

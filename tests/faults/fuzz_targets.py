@@ -12,8 +12,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import torch
@@ -33,7 +34,7 @@ from collectives.rendezvous import peers, rounds, store
 from collectives.rendezvous.launcher_store import LauncherStore
 from collectives.sharded.state import checkpointer
 from tests.faults.fuzz import Target
-from tests.faults.mutations import mutate, mutate_bytes, mutate_json, mutate_keyed
+from tests.faults.mutations import mutate, mutate_bytes, mutate_keyed
 from tests.variables import variables
 
 __all__ = ["TARGETS", "with_part"]
@@ -42,21 +43,19 @@ __all__ = ["TARGETS", "with_part"]
 # ---- Records over a store.
 
 
-@contextmanager
-def open_sealed():
+def open_sealed(stack: ExitStack):
     record, purpose = b'{"rank": 1}', "rendezvous/peer/1"
-    with variables(COLLECTIVES_SECRET="a secret of the fuzzing trials"):
-        known = {secret.seal(record, purpose): record, secret.seal(b"", purpose): b""}
+    stack.enter_context(variables(COLLECTIVES_SECRET="a secret of the fuzzing trials"))
+    known = {secret.seal(record, purpose): record, secret.seal(b"", purpose): b""}
 
-        def read(data: bytes) -> str | None:
-            found = secret.unseal(data, purpose)
-            return None if known.get(data) == found else f"{found!r} was unsealed, which nobody sealed"
+    def read(data: bytes) -> str | None:
+        found = secret.unseal(data, purpose)
+        return None if known.get(data) == found else f"unsealed, and nobody sealed it: {found!r}"
 
-        yield [*known, secret.seal(record, "rendezvous/peer/2"), record], read
+    return [*known, secret.seal(record, "rendezvous/peer/2"), record], read
 
 
-@contextmanager
-def open_rendezvous():
+def open_rendezvous(stack: ExitStack):
     engine = get_engine("host")
     first, here = (peers.Participant(r, 2, engine, job="a", agent_port=29500, master="127.0.0.1") for r in (0, 1))
     own = first.make_record()
@@ -78,63 +77,50 @@ def open_rendezvous():
         return None if len(found.unique_id) == 128 and found.size == 2 else "another job"
 
     failure = {"kind": "CollectiveTimeout", "text": "rank 0 did not come", "peers": [0]}
-    yield [b"p" + own, b"e" + json.dumps(failure).encode(), b"c0"], read
+    return [b"p" + own, b"e" + json.dumps(failure).encode(), b"c0"], read
 
 
-@contextmanager
-def open_places():
-    """Addresses of nodes, and where ranks of several nodes listen."""
-    some = [b"a", ["127.0.0.1", "10.0.0.1"]], [b"a", ["10.0.0.2", None]], [b"l", ["127.0.0.1", 40123, "ab" * 16]]
-
-    def read(data: bytes) -> str | None:
-        if data[:1] == b"a":
-            found = addresses.parse_addresses(data[1:], 1)
-            return None if all(isinstance(address, str) for address in found) else f"no addresses: {found!r}"
-        address, port, token = connecting.parse_listener(data[1:], 1)
-        right = isinstance(address, str) and 0 < port < 65536 and len(token) == 16
-        return None if right else f"no place to connect to: {address!r}, {port!r}, {token!r}"
-
-    yield [kind + json.dumps(value).encode() for kind, value in some], read
-
-
-@contextmanager
-def open_status():
-    failure = {"text": "rank 1 has ended", "rank": 1, "peers": [1]}
-
-    def read(data: bytes) -> str | None:
-        table = dist.HashStore()
-        status = watchdog.StatusStore(table, "status")
-        table.set("status/key", data[1:])
-        value = status.get("key")
-        if data[:1] == b"f":
-            found = watchdog.read_failure(value)
-            if found is not None:
-                str(errors.RemoteError(found[1], peers=found[2], rank=0))
-        else:
-            number, text = watchdog.read_position(value)
-            f"{number + 1} {text}"
-        return None
-
-    yield [b"f" + json.dumps(failure).encode(), b"p" + json.dumps([17, "all_reduce"]).encode()], read
-
-
-@contextmanager
-def open_processes():
+def open_records(stack: ExitStack):
+    """By the first byte: addresses of nodes, where ranks listen, a failure and a position of a rank, and processes."""
     own = liveness.this_process()
     node = own.rpartition("|")[0].rpartition("|")[0]
+    table = dist.HashStore()
+    status = watchdog.StatusStore(table, "status")
 
     def read(data: bytes) -> str | None:
+        kind, data = data[:1], data[1:]
+        table.set("status/key", data)
+        if kind == b"a":
+            found = addresses.parse_addresses(data, 1)
+            return None if all(isinstance(address, str) for address in found) else f"no addresses: {found!r}"
+        if kind == b"l":
+            address, port, token = connecting.parse_listener(data, 1)
+            right = isinstance(address, str) and 0 < port < 65536 and len(token) == 16
+            return None if right else f"no place to connect to: {address!r}, {port!r}, {token!r}"
+        if kind == b"f":
+            found = watchdog.read_failure(status.get("key"))
+            if found is not None:
+                str(errors.RemoteError(found[1], peers=found[2], rank=0))
+            return None
+        if kind == b"p":
+            number, text = watchdog.read_position(status.get("key"))
+            f"{number + 1} {text}"
+            return None
         text = data.decode("utf-8", "replace")
         ended = liveness.has_ended(text)
         liveness.exit_reason(text)
         return "this process is said to have ended" if ended and text == own else None
 
-    others = [f"{node}|4194303|1", f"{node}|{os.getppid()}|0", "|||", f"{node}||5", f"{node}|²|1"]
-    yield [text.encode() for text in (own, *others)], read
+    valid = {
+        "a": ["127.0.0.1", "10.0.0.1"], "l": ["127.0.0.1", 40123, "ab" * 16], "p": [17, "all_reduce"],
+        "f": {"text": "rank 1 has ended", "rank": 1, "peers": [1]},
+    }  # fmt: skip
+    processes = [own, f"{node}|4194303|1", f"{node}|{os.getppid()}|0", "|||", f"{node}||5", f"{node}|²|1"]
+    others = [b'a["10.0.0.2", null]', *(b"o" + text.encode() for text in processes)]
+    return [*(kind.encode() + json.dumps(value).encode() for kind, value in valid.items()), *others], read
 
 
-@contextmanager
-def open_rounds():
+def open_rounds(stack: ExitStack):
     """Memberships of an elastic job; the first byte says which key of the store is another's."""
     me, gone = liveness.this_process(), "another|node|1|1"
     first, second = rounds.Member(me, launched_as=0), rounds.Member(gone, launched_as=1)
@@ -164,17 +150,16 @@ def open_rounds():
         found.joined(), found.lost(before)
         names = [member.process for member in found.members]
         if names[found.rank] != me:
-            return f"rank {found.rank} of {found.size} is another process"
+            return f"another process has rank {found.rank} of {found.size}"
         return None if len(set(names)) == len(names) else f"a process is there twice: {names}"
 
-    yield [bytes([number]) + valid.get(key, closed) for number, key in enumerate(keys)], read
+    return [bytes([number]) + valid.get(key, closed) for number, key in enumerate(keys)], read
 
 
 # ---- Messages between ranks.
 
 
-@contextmanager
-def open_heads():
+def open_heads(stack: ExitStack):
     own = messages._Head.pack(5, *fingerprint_of("all_reduce", dtype=7, count=100, op=0), 0, 1)
     mine = messages._Message(1, 0, 0, messages._Head.unpack(own))
 
@@ -196,28 +181,13 @@ def open_heads():
             raise refusal
         return None
 
-    yield [own, own + bytes(400)], read
-
-
-class _Gathered:
-    """Stands for Horovod's control communicator: gathers what it was given, as `all_gather` of two ranks."""
-
-    size = 2
-
-    def __init__(self, payload: bytes):
-        self.payload = payload
-
-    def all_gather(self, gathered, own) -> None:
-        gathered[0], gathered[1] = own, 0
-        theirs = numpy.frombuffer(self.payload, dtype=numpy.uint8)[: own.shape[0]]
-        gathered[1][: len(theirs)] = theirs
+    return [own, own + bytes(400)], read
 
 
 _ROW = 4 * request_exchange._WORDS
 
 
-@contextmanager
-def open_requests():
+def open_requests(stack: ExitStack):
     request = requests.Request
     some = [
         request("allreduce", "grad.0", ("float32",), ((4, 3),), op="average", wire="bf16"),
@@ -233,7 +203,13 @@ def open_requests():
 
     def read(data: bytes) -> str | None:
         payload = data[1 + _ROW :]
-        exchange = request_exchange.RequestExchange(_Gathered(payload))
+
+        def all_gather(gathered, own) -> None:  # as Horovod's control communicator of two ranks
+            gathered[0], gathered[1] = own, 0
+            theirs = numpy.frombuffer(payload, dtype=numpy.uint8)[: own.shape[0]]
+            gathered[1][: len(theirs)] = theirs
+
+        exchange = request_exchange.RequestExchange(SimpleNamespace(size=2, all_gather=all_gather))
         exchange._payload = requests.encode_requests(some[:4], None)
         exchange._rows[0][:6] = 0, len(exchange._payload), 3, 0, 1, 2
         exchange._rows[1] = numpy.frombuffer(data[1 : 1 + _ROW].ljust(_ROW, b"\0"), dtype=numpy.int32)
@@ -253,7 +229,7 @@ def open_requests():
         table.plan_for(tuple(response.cached for response in ready), 1 << 26)
         return None
 
-    yield [
+    return [
         encode(some[:4], [0, 1, 2]), encode(some, list(range(len(some)))), encode([], []), encode([], [], 1),
         encode(some[:4], [3, 0], 4), encode(some[:3], [0, 1, 2] * 100, 0, True),
     ], read  # fmt: skip
@@ -271,11 +247,10 @@ def mutate_request(draw: random.Random, corpus: Sequence[bytes]) -> bytes:
 # ---- Files.
 
 
-@contextmanager
-def temporary_folder():
+def temporary_folder(stack: ExitStack) -> Path:
     """A folder in memory, where there is room."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder)
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
 
 
 def with_part(data: bytes, part: str, text: bytes) -> bytes:
@@ -284,86 +259,79 @@ def with_part(data: bytes, part: str, text: bytes) -> bytes:
     return data[:at] + (struct.pack("<I", len(text)) + text)[:room].ljust(room, b"\0") + data[at + room :]
 
 
-@contextmanager
-def open_flight():
-    with temporary_folder() as folder, variables(COLLECTIVES_FLIGHT_DIR=folder / "own", COLLECTIVES_FLIGHT_LINES=1):
-        comm = collectives.init()
+def open_flight(stack: ExitStack):
+    folder = temporary_folder(stack)
+    with variables(COLLECTIVES_FLIGHT_DIR=folder / "own", COLLECTIVES_FLIGHT_LINES=1), collectives.init() as comm:
         for _ in range(5):
             comm.all_reduce(torch.ones(16))
         (path,) = (folder / "own").glob("*.flight")
         own = path.read_bytes()
-        comm.close()
-        error = {"kind": "RemoteError", "text": "gone", "op": "barrier", "peers": [1]}
-        failed = with_part(own, "outcome", json.dumps({"state": "failed", "at": 5, "error": error}).encode())
-        meta = json.loads(own[FLIGHT_LAYOUT["meta_offset"] + 4 :].partition(b"\0")[0])
-        place = folder / "read"
-        place.mkdir()
-        other = json.dumps({**meta, "rank": 1, "size": 2}).encode()
-        (place / "other.flight").write_bytes(with_part(own, "meta", other))
+    error = {"kind": "RemoteError", "text": "gone", "op": "barrier", "peers": [1]}
+    failed = with_part(own, "outcome", json.dumps({"state": "failed", "at": 5, "error": error}).encode())
+    meta = json.loads(own[FLIGHT_LAYOUT["meta_offset"] + 4 :].partition(b"\0")[0])
+    place = folder / "read"
+    place.mkdir()
+    other = json.dumps({**meta, "rank": 1, "size": 2}).encode()
+    (place / "other.flight").write_bytes(with_part(own, "meta", other))
 
-        def read(data: bytes) -> str | None:
-            (place / "own.flight").write_bytes(data)
-            rings, problems = reading.read_folder(place)
-            if len(rings) + len(problems) != 2:
-                return "a file is missing from what was read"
-            report.format_findings(analysis.analyse(rings), rings).encode()
-            json.dumps(report.describe_rings(rings)).encode()
-            picture.draw(rings).encode()
-            if problems:
-                raise errors.InvalidArgument("\n".join(problems))
-            return None
+    def read(data: bytes) -> str | None:
+        (place / "own.flight").write_bytes(data)
+        rings, problems = reading.read_folder(place)
+        if len(rings) + len(problems) != 2:
+            return "a file is missing from what was read"
+        report.format_findings(analysis.analyse(rings), rings).encode()
+        json.dumps(report.describe_rings(rings)).encode()
+        picture.draw(rings).encode()
+        if problems:
+            raise errors.InvalidArgument("\n".join(problems))
+        return None
 
-        yield [own, failed], read
+    return [own, failed], read
 
 
 def mutate_flight(draw: random.Random, corpus: Sequence[bytes]) -> bytes:
     """Mutate a text of the header, or the records that are used; now and then any part of a file."""
-    data, how = draw.choice(corpus), draw.random()
-    if how < 0.45:
-        part = draw.choice(["meta", "outcome"])
+    data, part = draw.choice(corpus), draw.choice(["meta", "outcome", "header", "records", "any"])
+    if part in ("meta", "outcome"):
         at = FLIGHT_LAYOUT[f"{part}_offset"]
         (length,) = struct.unpack_from("<I", data, at)
-        text = data[at + 4 : at + 4 + length]
-        changed = mutate_json(draw, text) if draw.random() < 0.8 else None
-        return with_part(data, part, changed if changed is not None else mutate_bytes(draw, text))
-    if how < 0.9:
-        first = draw.choice([0, FLIGHT_LAYOUT["header_bytes"]])
-        last = FLIGHT_LAYOUT["header_bytes"] + 12 * FLIGHT_LAYOUT["record_bytes"]
-        changed = mutate_bytes(draw, data[first:last])[: last - first]
-        return data[:first] + changed + data[first + len(changed) :]
-    return mutate_bytes(draw, data)
+        return with_part(data, part, mutate(draw, [data[at + 4 : at + 4 + length]]))
+    if part == "any":
+        return mutate_bytes(draw, data)
+    first = FLIGHT_LAYOUT["header_bytes"] if part == "records" else 0
+    last = FLIGHT_LAYOUT["header_bytes"] + 12 * FLIGHT_LAYOUT["record_bytes"]
+    changed = mutate_bytes(draw, data[first:last])[: last - first]
+    return data[:first] + changed + data[first + len(changed) :]
 
 
-@contextmanager
-def open_checkpoint():
+def open_checkpoint(stack: ExitStack):
     """Any file of a checkpoint, which is loaded; the first byte says which. The one before is whole."""
-    with temporary_folder() as folder:
-        keeper = checkpointer.Checkpointer(folder / "whole")
-        model = torch.nn.Linear(4, 3, device="cpu")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        for step in (1, 2):
-            for param in model.parameters():
-                param.data.fill_(2.0 + step)
-            keeper.save(step, model, optimizer, extra={"epoch": step}, block=True)
-        path = keeper.latest()
-        saved = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
-        names = list(saved)
+    keeper = checkpointer.Checkpointer(temporary_folder(stack) / "whole")
+    model = torch.nn.Linear(4, 3, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in (1, 2):
+        for param in model.parameters():
+            param.data.fill_(2.0 + step)
+        keeper.save(step, model, optimizer, extra={"epoch": step}, block=True)
+    path = keeper.latest()
+    saved = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+    names = list(saved)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
 
-        def read(data: bytes) -> str | None:
-            name = names[data[0] % len(names)] if data else names[0]
-            (path / name).write_bytes(data[1:])
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    found = keeper.load_latest(model, optimizer)
-            finally:
-                (path / name).write_bytes(saved[name])
-            right = {1: 3.0, 2: 4.0}[found.step]
-            if found.extra != {"epoch": found.step} or any((param != right).any() for param in model.parameters()):
-                return f"what is loaded is not what was saved: {found.extra}"
-            return None
+    def read(data: bytes) -> str | None:
+        name = names[data[0] % len(names)] if data else names[0]
+        (path / name).write_bytes(data[1:])
+        try:
+            found = keeper.load_latest(model, optimizer)
+        finally:
+            (path / name).write_bytes(saved[name])
+        right = {1: 3.0, 2: 4.0}[found.step]
+        if found.extra != {"epoch": found.step} or any((param != right).any() for param in model.parameters()):
+            return f"what is loaded is not what was saved: {found.extra}"
+        return None
 
-        yield [bytes([number]) + saved[name] for number, name in enumerate(names)], read
+    return [bytes([number]) + saved[name] for number, name in enumerate(names)], read
 
 
 TARGETS = {
@@ -371,9 +339,7 @@ TARGETS = {
     for target in (
         Target("sealed", open_sealed, valid=2),
         Target("rendezvous", open_rendezvous, mutate=mutate_keyed),
-        Target("places", open_places, mutate=mutate_keyed),
-        Target("status", open_status, mutate=mutate_keyed),
-        Target("processes", open_processes),
+        Target("records", open_records, mutate=mutate_keyed, valid=5),
         Target("rounds", open_rounds, mutate=mutate_keyed),
         Target("heads", open_heads, (messages.NodeMismatch,)),
         Target("requests", open_requests, mutate=mutate_request),

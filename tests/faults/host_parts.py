@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.rank_process import ROOT
 
-_FLAGS = "-std=c++17 -O1 -Wall -Wextra -fsanitize=undefined -fno-sanitize-recover=all -Ihost -Ikernels/include"
+_FLAGS = "-std=c++17 -O0 -Wall -Wextra -fsanitize=undefined -fno-sanitize-recover=all -Ihost -Ikernels/include"
 _SOURCES = ("tests/faults/host_parts.cpp", "host/cgroups.cpp", "host/hmac.cpp")
 _folder = tempfile.TemporaryDirectory(prefix="host-parts-")
 

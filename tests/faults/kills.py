@@ -8,160 +8,89 @@ then shrink, and their sums are right.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import random
 import signal
-import struct
+import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from tests.hosts import apart
-from tests.ranks import RankFailure, run_ranks
+from tests.faults.trials import OPS, SOON, Arrays, make_call, on_machines, open_comm, run_on_ranks, wrong_sum
 
-__all__ = ["Plan", "make_plan", "open_on", "run_trial", "shorten"]
+__all__ = ["make_plan", "run_trial"]
 
-SOON = 5.0  # seconds, promised
 TIMEOUT = 1.5  # of the communicator where a rank is stopped
 INIT_TIMEOUT = 5.0  # a rank that has died before it connected is known by nobody: time limits name it
 LIMIT = 60.0  # of a trial
 HOWS = ("kill", "exit", "abort", "stop")
 KINDS = ("operation", "async", "group", "split", "init", "shrink", "idle", "close")
-OPS = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "barrier")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One trial: all that its seed determines."""
+def make_plan(seed: int) -> SimpleNamespace:
+    """Return the plan of a seed.
 
-    seed: int
-    ranks: int
-    machines: str  # a letter for each rank; "" for one node
-    victims: tuple[int, ...]
-    how: str
-    kind: str  # what the ranks do when it happens
-    op: str
-    count: int  # float32 elements of an operation, per rank
-    calls: int  # before the moment
-    delay: float  # seconds after that
-    shared: bool  # arrays in shared memory
-
-
-def make_plan(seed: int) -> Plan:
-    """Return the plan of a seed."""
+    machines: a letter for each rank, "" for one node. kind: what the ranks do when it happens. count: float32 elements
+    of an operation, per rank. calls: before the moment. delay: seconds after that. shared: arrays in shared memory.
+    """
     draw = random.Random(seed)
     ranks = draw.choice([2, 2, 3, 3, 4, 4, 5, 6, 8, 16])
-    nodes = draw.choice([1, 1, 1, 2, 2, 3, 4])
-    machines = ""
+    nodes, machines = draw.choice([1, 1, 1, 2, 2, 3, 4]), ""
     if 1 < nodes <= ranks and ranks <= 8:
-        machines = "".join(sorted("abcd"[each % nodes] for each in range(ranks)))
+        letters = sorted("abcd"[each % nodes] for each in range(ranks))
         if draw.random() < 0.3:
-            letters = list(machines)
             draw.shuffle(letters)
-            machines = "".join(letters)
+        machines = "".join(letters)
     victims = draw.sample(range(ranks), 1 if draw.random() < 0.7 else draw.randint(1, max(1, ranks // 2)))
     kind = draw.choice(KINDS)
     how = draw.choice(HOWS if kind not in ("init", "close", "shrink") else ("kill", "exit"))
-    return Plan(
-        seed, ranks, machines, tuple(sorted(victims)), how, kind, draw.choice(OPS),
-        draw.choice([2, 256, 4096, 65536, 1 << 18, 1 << 20]) if ranks < 16 else draw.choice([2, 4096, 65536]),
-        draw.randint(0, 12), draw.choice([0.0, 0.0, 0.001, 0.005, 0.02]) * draw.random(), draw.random() < 0.3,
+    op = draw.choice(OPS)
+    count = draw.choice([2, 256, 4096, 65536, 1 << 18, 1 << 20] if ranks < 16 else [2, 4096, 65536])
+    calls, delay = draw.randint(0, 12), draw.choice([0.0, 0.0, 0.001, 0.005, 0.02]) * draw.random()
+    return SimpleNamespace(
+        seed=seed, ranks=ranks, machines=machines, victims=tuple(sorted(victims)), how=how, kind=kind, op=op,
+        count=count, calls=calls, delay=delay, shared=draw.random() < 0.3,
     )  # fmt: skip
 
 
 def run_trial(seed: int) -> dict:
     """Run the trial of a seed; return its row: the plan, what was wrong, and the seconds until the last error."""
     plan = make_plan(seed)
-    row = {"trial": "kills", **asdict(plan), "wrong": []}
-    try:
-        results = run_ranks(take_part, plan.ranks, plan, timeout=LIMIT, deaths=plan.victims)
-    except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {shorten(failure)}")
-        return row
-    survivors = [rank for rank in range(plan.ranks) if rank not in plan.victims]
-    seconds = []
-    for rank in survivors:
-        found = results[rank]
-        row["wrong"] += [f"rank {rank}: {text}" for text in found["wrong"]]
-        if found["seconds"] is not None:
-            seconds.append(found["seconds"])
-    row["seconds"] = max(seconds, default=None)
-    row["errors"] = sorted({results[rank]["error"] for rank in survivors})
+    with tempfile.TemporaryDirectory() as folder:
+        row, results = run_on_ranks(take_part, plan, f"{folder}/death", timeout=LIMIT, deaths=plan.victims)
+    survivors = [found for found in results if isinstance(found, dict)]
+    row["seconds"] = max((found["seconds"] for found in survivors if found["seconds"] is not None), default=None)
+    row["errors"] = sorted({found["error"] for found in survivors})
     return row
 
 
-def shorten(failure: RankFailure) -> str:
-    """Return the beginning and the end of what a trial's ranks wrote."""
-    text = str(failure)
-    return text if len(text) < 8000 else f"{text[:5000]}\n...\n{text[-3000:]}"
-
-
-# ---- On each rank.
-
-
-@contextlib.contextmanager
-def open_on(ctx, machines: str):
-    """Let the ranks open communicators on such machines, "" for one, in processes that have opened others before."""
-    import collectives.rendezvous.world as world
-
-    world._generation, world._world = 0, None
-    with apart(ctx, machines) if machines else contextlib.nullcontext():
-        yield
-
-
-def take_part(ctx, plan: Plan) -> dict:
-    """One rank's part of a trial."""
-    clock = _Clock(ctx)
-    with open_on(ctx, plan.machines):
-        return _Rank(ctx, plan, clock).run()
-
-
-class _Clock:
-    """The moment of the first death, in a page that the ranks share by rank 0's file descriptor."""
-
-    def __init__(self, ctx):
-        ends = os.memfd_create("moment") if ctx.rank == 0 else None
-        if ends is not None:
-            os.ftruncate(ends, 8)
-        path = ctx.exchange(f"/proc/{os.getpid()}/fd/{ends}" if ctx.rank == 0 else None)[0]
-        file = os.open(path, os.O_RDWR)
-        self._page = mmap.mmap(file, 8)
-        os.close(file)
-        ctx.barrier()
-        if ends is not None:
-            os.close(ends)
-
-    def strike(self) -> None:
-        if self.read() == 0:
-            self._page[:] = struct.pack("<q", time.monotonic_ns())
-
-    def read(self) -> int:
-        return struct.unpack("<q", self._page[:])[0]
+def take_part(ctx, plan: SimpleNamespace, death: str) -> dict:
+    """One rank's part of a trial. `death`: a file that is made at the moment of the first death."""
+    with on_machines(ctx, plan.machines):
+        return _Rank(ctx, plan, Path(death)).run()
 
 
 class _Rank:
-    def __init__(self, ctx, plan: Plan, clock: _Clock):
-        self.ctx, self.plan, self.clock = ctx, plan, clock
+    def __init__(self, ctx, plan: SimpleNamespace, death: Path):
+        self.ctx, self.plan, self.death = ctx, plan, death
         self.is_victim = ctx.rank in plan.victims
         self.survivors = [rank for rank in range(plan.ranks) if rank not in plan.victims]
-        self.comm = self.unique_id = None
-        self.wrong: list[str] = []
+        self.comm, self.wrong = None, []
+
+    def strike(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.death.touch(exist_ok=False)
 
     def die(self) -> None:
-        self.clock.strike()
-        how = self.plan.how
-        if how == "abort" and self.comm is not None:
+        self.strike()
+        if self.plan.how == "abort":
             self.comm.abort()
+        if self.plan.how in ("abort", "exit"):
             os._exit(3)
-        if how == "exit":
-            os._exit(3)
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if self.plan.how == "stop" else signal.SIGKILL)
         time.sleep(60)
 
     def die_soon(self) -> None:
@@ -176,152 +105,91 @@ class _Rank:
         error = None
         try:
             self.program()
-            self.wrong.append("no error came")
         except CollectivesError as found:
             error = found
         if self.is_victim:  # its own end is about to come
             time.sleep(LIMIT)
-        spent = (time.monotonic_ns() - self.clock.read()) / 1e9 if self.clock.read() else None
-        if error is not None:
-            self.check(error, spent)
-        self.end_stopped()
+        spent = time.time() - self.death.stat().st_mtime if self.death.exists() else None
+        self.check(error, spent)
+        self.ctx.barrier(ranks=self.survivors)  # all have had their errors
+        if self.plan.how == "stop" and self.ctx.rank == self.survivors[0]:
+            for rank in self.plan.victims:
+                os.kill(self.ctx.pids[rank], signal.SIGKILL)
         # On several nodes without a launcher's store, that of rank 0 connects the survivors.
         connected = not self.plan.machines or 0 not in self.plan.victims
         if self.comm is not None and self.plan.kind not in ("init", "close") and connected:
-            self.go_on()
+            smaller = self.comm.shrink(self.plan.victims, abort=True)
+            self.wrong += wrong_sum(smaller)
+            smaller.close()
         if self.comm is not None and not self.comm.closed:
             self.comm.abort()
         return {"wrong": self.wrong, "seconds": spent, "error": type(error).__name__}
 
     def check(self, error, spent: float | None) -> None:
+        if error is None:
+            self.wrong.append("no error came")
+            return
         peers, victims = set(error.peers), set(self.plan.victims)
         text = f"{type(error).__name__} {error.peers}: {error}"
         # With rank 0 of several nodes goes the store in which causes are posted.
         known = not self.plan.machines or 0 not in victims
-        if not peers & victims and known:
+        if known and not peers & victims:
             self.wrong.append(f"names no rank that died: {text}")
-        if peers - victims and known:
+        if known and peers - victims:
             self.wrong.append(f"names a rank that lives: {text}")
+        if known and (error.rank != self.ctx.rank or not any(f"rank {rank}" in text for rank in victims)):
+            self.wrong.append(f"says that it came on rank {error.rank}, or doesn't say why: {text}")
         limit = SOON + (TIMEOUT if self.plan.how == "stop" else 0)
         limit += INIT_TIMEOUT if self.plan.kind == "init" else 0
         if spent is None or not 0 <= spent <= limit:
             self.wrong.append(f"came after {spent} s: {text}")
 
-    def end_stopped(self) -> None:
-        """Kill the ranks that are stopped, once all survivors have had their errors."""
-        self.ctx.barrier(ranks=self.survivors)
-        if self.plan.how == "stop" and self.ctx.rank == self.survivors[0]:
-            for rank in self.plan.victims:
-                os.kill(self.ctx.pids[rank], signal.SIGKILL)
-
-    def go_on(self) -> None:
-        smaller = self.comm.shrink(self.plan.victims, abort=True)
-        x = torch.full((1000,), float(smaller.rank + 1))
-        smaller.all_reduce(x)
-        if set(x.tolist()) != {smaller.size * (smaller.size + 1) / 2}:
-            self.wrong.append(f"a wrong sum after shrink: {x[:4]}")
-        smaller.close()
-
     # ---- The programs.
 
     def program(self) -> None:
-        plan = self.plan
+        ctx, plan = self.ctx, self.plan
         if plan.kind == "init":
-            self.unique_id = self.ctx.unique_id()
-            if self.is_victim and not plan.delay:
-                self.die()
+            unique_id = ctx.unique_id()
             if self.is_victim:
                 self.die_soon()
-            else:
-                self.clock.strike()
-            self.open()
-            self.loop(lambda: self.comm.barrier())
-        self.open()
+            self.strike()
+            self.comm = open_comm(ctx, plan.machines, INIT_TIMEOUT, unique_id)
+            repeat(self.comm.barrier)
+            return
+        comm = self.comm = open_comm(ctx, plan.machines, LIMIT / 2)
         if plan.how == "stop":
-            self.comm.timeout = TIMEOUT
-        arrays = self.arrays()
+            comm.timeout = TIMEOUT
+        make = comm.empty if plan.shared else torch.empty
+        arrays = Arrays(*(make(plan.count * of, dtype=torch.float32) for of in (1, plan.ranks) * 2))
+        arrays.every.fill_(1.0)
+        root = comm.size - 1 if plan.op == "broadcast" else 0
+
+        def operation(**options):
+            arrays.mine.fill_(1.0)
+            return make_call(comm, plan.op, arrays, root, **options)()
+
+        def three_at_once():
+            for work in [operation(async_op=True) for _ in range(3)]:
+                work.wait()
+
+        def group():
+            with comm.group():
+                comm.all_reduce(arrays.mine.fill_(1.0))
+                comm.all_gather(arrays.every_out, arrays.mine)
+
         for _ in range(plan.calls):
-            self.operation(arrays)
-        self.ctx.barrier()
+            operation()
+        ctx.barrier()
         if self.is_victim:
             self.die_soon()
-        ways = {
-            "operation": lambda: self.operation(arrays), "idle": lambda: (time.sleep(0.05), self.operation(arrays)),
-            "async": lambda: self.asynchronous(arrays), "group": lambda: self.group(arrays), "split": self.split,
-            "shrink": lambda: self.operation(arrays), "close": lambda: self.operation(arrays),
+        calls = {
+            "async": operation if plan.op in ("ring", "barrier") else three_at_once, "group": group,
+            "split": lambda: comm.split(0, -comm.rank).close(), "idle": lambda: (time.sleep(0.05), operation()),
         }  # fmt: skip
-        self.loop(ways[plan.kind])
+        repeat(calls.get(plan.kind, operation))
 
-    def open(self) -> None:
-        import collectives
 
-        if self.comm is None and self.plan.machines:
-            self.comm = collectives.init(timeout=INIT_TIMEOUT if self.plan.kind == "init" else LIMIT / 2)
-        elif self.comm is None and self.unique_id is not None:
-            self.open_by_id()
-        elif self.comm is None:
-            self.comm = self.ctx.new_communicator()
-
-    def open_by_id(self) -> None:
-        from collectives.comm.communicator import Communicator
-        from collectives.comm.engine import get_engine
-
-        ctx, engine = self.ctx, get_engine("host")
-        engine.library.set_init_timeout(INIT_TIMEOUT)
-        try:
-            self.comm = Communicator(engine, self.unique_id, ctx.rank, ctx.size, device="cpu", local_rank=ctx.rank)
-        finally:
-            engine.library.set_init_timeout(60.0)
-
-    def loop(self, call) -> None:
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            call()
-
-    def arrays(self):
-        n, size = self.plan.count, self.plan.ranks
-        make = self.comm.empty if self.plan.shared else torch.empty
-        return make(n, dtype=torch.float32).fill_(1.0), make(n * size, dtype=torch.float32).fill_(1.0)
-
-    def operation(self, arrays, **options):
-        comm, (x, whole), op = self.comm, arrays, self.plan.op
-        x.fill_(1.0)
-        if op == "all_reduce":
-            return comm.all_reduce(x, **options)
-        if op == "reduce":
-            return comm.reduce(x, 0, **options)
-        if op == "reduce_scatter":
-            return comm.reduce_scatter(x, whole, **options)
-        if op == "all_gather":
-            return comm.all_gather(whole, x, **options)
-        if op == "broadcast":
-            return comm.broadcast(x, comm.size - 1, **options)
-        if op == "all_to_all":
-            return comm.all_to_all(torch.empty_like(whole), whole, **options)
-        if op == "send":
-            return self.ring(x)
-        return comm.barrier()
-
-    def ring(self, x) -> None:
-        comm = self.comm
-        with comm.group():
-            comm.send(x, (comm.rank + 1) % comm.size)
-            comm.recv(torch.empty_like(x), (comm.rank - 1) % comm.size)
-
-    def asynchronous(self, arrays) -> None:
-        if self.plan.op in ("send", "barrier"):
-            return self.operation(arrays)
-        works = [self.operation(arrays, async_op=True) for _ in range(3)]
-        for work in works:
-            work.wait()
-        return None
-
-    def group(self, arrays) -> None:
-        x, whole = arrays
-        with self.comm.group():
-            self.comm.all_reduce(x.fill_(1.0))
-            self.comm.all_gather(whole, x)
-
-    def split(self) -> None:
-        child = self.comm.split(0, -self.comm.rank)
-        child.close()
+def repeat(call) -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        call()

@@ -16,6 +16,7 @@ _VALUES = [
     "", "\0", "\ud800", "²", "x" * 5000, "../..", "/", "||²|", "||99999999999|1", "Infinity", "-1", "1e5", "\x1b[2J\n",
 ]  # fmt: skip
 _WORDS = [b"", b"\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"\xff\xff\xff\x7f", b"[", b"{", b'"', b"NaN", b"1e999", b","]
+_WAYS = {"cut": 3, "repeat": 3, "flip": 6, "splice": 3, "overwrite": 3, "number": 6, "nest": 1}  # and how often
 _DEEP = 100_000  # more brackets than a parser that recurses can take
 _LONGEST = 1 << 20
 
@@ -23,11 +24,8 @@ _LONGEST = 1 << 20
 def mutate(draw: random.Random, corpus: Sequence[bytes]) -> bytes:
     """Return a mutation of one of the inputs: in half of the cases of JSON one with other values."""
     data = draw.choice(corpus)
-    if draw.random() < 0.5:
-        changed = mutate_json(draw, data)
-        if changed is not None:
-            return changed
-    return mutate_bytes(draw, data, corpus)
+    changed = mutate_json(draw, data) if draw.random() < 0.5 else None
+    return mutate_bytes(draw, data, corpus) if changed is None else changed
 
 
 def mutate_keyed(draw: random.Random, corpus: Sequence[bytes]) -> bytes:
@@ -48,51 +46,49 @@ def mutate_bytes(draw: random.Random, data: bytes, corpus: Sequence[bytes] = ())
 def _change(draw: random.Random, data: bytes, other: bytes) -> bytes:
     first = draw.randrange(len(data) + 1)
     last = min(len(data), first + draw.choice([0, 1, 2, 4, 8, 64, 1000]))
-    how = draw.choices(["cut", "repeat", "flip", "splice", "overwrite", "number", "nest"], [3, 3, 6, 3, 3, 6, 1])[0]
-    if how == "cut":
-        return data[:first]
-    if how == "repeat":
-        return data[:last] + data[first:last] * draw.choice([1, 1, 2, 7, 100]) + data[last:]
-    if how == "splice":
-        return data[:first] + other[draw.randrange(len(other) + 1) :]
-    if how == "overwrite":
-        new = draw.choice(_WORDS) if draw.random() < 0.6 else draw.randbytes(min(last - first, 64))
-        return data[:first] + new + data[last if draw.random() < 0.5 else min(len(data), first + len(new)) :]
-    if how == "nest":
-        return data[:first] + draw.choice([b"[", b'{"a":']) * draw.choice([10, 900, _DEEP]) + data[first:]
     size = draw.choice([1, 2, 4, 8])
-    if len(data) < size:
-        return data
-    if how == "number":  # an aligned word, at a limit
-        at = draw.randrange(len(data) // size) * size
-        return data[:at] + (draw.choice(_NUMBERS) % (1 << 8 * size)).to_bytes(size, "little") + data[at + size :]
-    changed = bytearray(data)
-    for _ in range(draw.choice([1, 1, 2, 8])):
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-    return bytes(changed)
+    before, part, after = data[:first], data[first:last], data[last:]
+    match draw.choices([*_WAYS], [*_WAYS.values()])[0]:
+        case "cut":
+            return before
+        case "repeat":
+            return before + part * draw.choice([2, 2, 3, 8, 101]) + after
+        case "splice":
+            return before + other[draw.randrange(len(other) + 1) :]
+        case "overwrite":
+            new = draw.choice(_WORDS) if draw.random() < 0.6 else draw.randbytes(min(len(part), 64))
+            return before + new + (after if draw.random() < 0.5 else data[first + len(new) :])
+        case "nest":
+            return before + draw.choice([b"[", b'{"a":']) * draw.choice([10, 900, _DEEP]) + part + after
+        case "number" if len(data) >= size:  # an aligned word, at a limit
+            at = draw.randrange(len(data) // size) * size
+            return data[:at] + (draw.choice(_NUMBERS) % (1 << 8 * size)).to_bytes(size, "little") + data[at + size :]
+        case "flip" if data:
+            changed = bytearray(data)
+            for _ in range(draw.choice([1, 1, 2, 8])):
+                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+            return bytes(changed)
+    return data
 
 
 def mutate_json(draw: random.Random, data: bytes) -> bytes | None:
     """Return JSON with one to three values changed; None where the bytes are no JSON."""
     try:
-        value = json.loads(data)
+        whole = [json.loads(data)]
     except (ValueError, RecursionError):
         return None
     for _ in range(draw.choice([1, 1, 2, 3])):
-        places = list(_places(value))
-        if not places:
-            return json.dumps(_other_value(draw, value)).encode()
-        holder, key = draw.choice(places)
+        holder, key = draw.choice([*_places(whole)][1:] or [(whole, 0)])
         how = draw.random()
-        if how < 0.15:
-            del holder[key]
-        elif how < 0.3 and isinstance(holder, list):
-            holder.insert(key, draw.choice(holder))
-        elif how < 0.3:
-            holder[draw.choice(["", "²", "x" * 300])] = holder[key]
-        else:
+        if holder is whole or how >= 0.3:
             holder[key] = _other_value(draw, holder[key])
-    return json.dumps(value).encode()
+        elif how < 0.15:
+            del holder[key]
+        elif isinstance(holder, list):
+            holder.insert(key, draw.choice(holder))
+        else:
+            holder[draw.choice(["", "²", "x" * 300])] = holder[key]
+    return json.dumps(whole[0]).encode()
 
 
 def _places(value):

@@ -12,19 +12,17 @@ import random
 import re
 import resource
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from tests.faults.kills import open_on, shorten
-from tests.ranks import RankFailure, run_ranks
+from tests.faults.trials import SOON, on_machines, open_comm, run_on_ranks, wrong_sum
 
-__all__ = ["KINDS", "Plan", "make_plan", "run_plan", "run_trial"]
+__all__ = ["make_plan", "run_plan", "run_trial"]
 
 KINDS = ("descriptors", "memory")
 LIMIT = 90.0  # of a trial
-SOON = 5.0  # seconds after a time limit in which its error has come
 TIMEOUT, INIT_TIMEOUT = 1.5, 5.0  # of the communicator
 # What an error of the rank that lacks something says.
 SAYS = {
@@ -33,30 +31,21 @@ SAYS = {
 }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One trial. ``amount``: free descriptors, or KiB of address space beside what is used."""
-
-    seed: int
-    kind: str
-    ranks: int
-    machines: str
-    victims: tuple[int, ...]
-    action: str
-    amount: float
-
-
-def make_plan(seed: int) -> Plan:
-    """Return the plan of a seed."""
+def make_plan(seed: int) -> SimpleNamespace:
+    """Return the plan of a seed. amount: free descriptors, or KiB of address space beside what is used."""
     draw = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     ranks = draw.choice([2, 2, 3, 4])
     machines = "".join(sorted("ab"[each % 2] for each in range(ranks))) if draw.random() < 0.3 else ""
     victims = tuple(sorted(draw.sample(range(ranks), draw.choice([1, 1, 1, ranks]))))
     if kind == "descriptors":
-        return Plan(seed, kind, ranks, machines, victims, draw.choice(["init", "split", "empty"]), draw.randint(0, 24))
-    amount = draw.choice([64, 256, 1024, 4096, 16_384, 65_536, 262_144]) * (0.5 + draw.random())
-    return Plan(seed, kind, ranks, machines, victims, draw.choice(["init", "split", "empty", "all_reduce"]), amount)
+        action, amount = draw.choice(["init", "split", "empty"]), draw.randint(0, 24)
+    else:
+        amount = draw.choice([64, 256, 1024, 4096, 16_384, 65_536, 262_144]) * (0.5 + draw.random())
+        action = draw.choice(["init", "split", "empty", "all_reduce"])
+    return SimpleNamespace(
+        seed=seed, kind=kind, ranks=ranks, machines=machines, victims=victims, action=action, amount=amount
+    )
 
 
 def run_trial(seed: int) -> dict:
@@ -64,49 +53,31 @@ def run_trial(seed: int) -> dict:
     return run_plan(make_plan(seed))
 
 
-def run_plan(plan: Plan) -> dict:
-    row = {"trial": "resources", **asdict(plan), "wrong": []}
-    try:
-        results = run_ranks(take_part, plan.ranks, plan, timeout=LIMIT, fresh=True)
-    except RankFailure as failure:
-        row["wrong"].append(f"a rank failed or hung: {shorten(failure)}")
-        return row
-    for rank, found in enumerate(results):
-        row["wrong"] += [f"rank {rank}: {text}" for text in [*found["wrong"], *_check(plan, found)]]
+def run_plan(plan: SimpleNamespace) -> dict:
+    row, results = run_on_ranks(take_part, plan, timeout=LIMIT, fresh=True)
     row["outcomes"] = [found["error"] or "success" for found in results]
-    row["seconds"] = max(found["seconds"] for found in results)
+    row["seconds"] = max((found["seconds"] for found in results), default=None)
     return row
 
 
-def _check(plan: Plan, found: dict) -> list[str]:
-    """Return what is wrong with a rank's outcome."""
-    if found["error"] is None:
-        return []
-    wrong, what = [], f"{found['error']} {found['peers']}: {found['text']}"
-    if "CollectivesError" not in found["kinds"]:
+def check(plan: SimpleNamespace, error: Exception, seconds: float) -> list[str]:
+    """Return what is wrong with a rank's error."""
+    from collectives.errors import CollectivesError
+
+    wrong, peers = [], getattr(error, "peers", ())
+    what = f"{type(error).__name__} {peers}: {str(error)[:1500]}"
+    if not isinstance(error, CollectivesError):
         wrong.append(f"no error of ours: {what}")
-    if not re.search(SAYS[plan.kind], found["text"]) and not set(found["peers"]) & set(plan.victims):
+    if not re.search(SAYS[plan.kind], str(error)) and not set(peers) & set(plan.victims):
         wrong.append(f"says neither what is missing nor on which rank: {what}")
     limit = INIT_TIMEOUT + 2 if plan.action in ("init", "split") else TIMEOUT
-    if found["seconds"] > limit + SOON:
-        wrong.append(f"came after {found['seconds']:.1f} s: {what}")
+    if seconds > limit + SOON:
+        wrong.append(f"came after {seconds:.1f} s: {what}")
     return wrong
 
 
-# ---- On each rank.
-
-
-def take_part(ctx, plan: Plan) -> dict:
-    """One rank's part of a trial."""
-    from tests.rank_process import bind_submodules
-
-    bind_submodules()
-    with open_on(ctx, plan.machines):
-        return _Rank(ctx, plan).run()
-
-
 @contextlib.contextmanager
-def _lacking(plan: Plan):
+def lacking(plan: SimpleNamespace):
     """Take descriptors or memory from this process."""
     if plan.kind == "descriptors":
         free = os.open("/dev/null", os.O_RDONLY)
@@ -123,74 +94,45 @@ def _lacking(plan: Plan):
         resource.setrlimit(what, before)
 
 
-class _Rank:
-    def __init__(self, ctx, plan: Plan):
-        self.ctx, self.plan = ctx, plan
-        self.wrong: list[str] = []
+def take_part(ctx, plan: SimpleNamespace) -> dict:
+    """One rank's part of a trial."""
 
-    def run(self) -> dict:
-        warm = self.open(30.0)  # what is opened, and imported, once for a process
-        self.check_sum(warm)
-        warm.split(0).close()
-        warm.close()
-        comm = None
-        if self.plan.action != "init":
-            comm = self.open(30.0)
+    def open_within(seconds: float):
+        return open_comm(ctx, plan.machines, seconds, timeout=TIMEOUT)
+
+    def split() -> None:
+        child = comm.split(0)
+        wrong.extend(wrong_sum(child))
+        child.close()
+
+    with on_machines(ctx, plan.machines):
+        comm = open_within(30.0)  # what is opened, and imported, once for a process
+        wrong = wrong_sum(comm)
+        comm.split(0).close()
+        comm.close()
+        if plan.action != "init":
+            comm = open_within(30.0)
             comm.timeout = TIMEOUT
-            self.check_sum(comm)
-        x = torch.ones(1 << 22 if self.plan.kind == "memory" else 1000)
-        lacks = self.ctx.rank in self.plan.victims
-        self.ctx.barrier()
+            wrong += wrong_sum(comm)
+        x = torch.ones(1 << 22 if plan.kind == "memory" else 1000)
+        action = {
+            "init": lambda: open_within(INIT_TIMEOUT), "split": split,
+            "empty": lambda: comm.all_reduce(comm.empty(1 << 20, dtype=torch.float32).fill_(1.0)) and None,
+            "all_reduce": lambda: [comm.all_reduce(x.fill_(1.0)) for _ in range(30)] and None,
+        }[plan.action]  # fmt: skip
+        ctx.barrier()
         error, made, began = None, None, time.monotonic()
-        with _lacking(self.plan) if lacks else contextlib.nullcontext():
+        with lacking(plan) if ctx.rank in plan.victims else contextlib.nullcontext():
             try:
-                made = getattr(self, f"do_{self.plan.action}")(comm, x)
+                made = action()
             except Exception as found:
                 error = found
             seconds = time.monotonic() - began
-        self.ctx.barrier()
+        ctx.barrier()
         for each in (made, comm):
             if each is not None and not each.closed:
                 each.abort()
-        again = self.open(30.0)
-        self.check_sum(again)
+        again = open_within(30.0)
+        wrong += wrong_sum(again) + (check(plan, error, seconds) if error is not None else [])
         again.close()
-        return {
-            "wrong": self.wrong, "error": type(error).__name__ if error else None, "text": str(error)[:1500],
-            "peers": list(getattr(error, "peers", ())), "kinds": [kind.__name__ for kind in type(error).__mro__],
-            "seconds": seconds,
-        }  # fmt: skip
-
-    def open(self, seconds: float = INIT_TIMEOUT):
-        import collectives
-
-        if self.plan.machines:
-            return collectives.init(timeout=seconds)
-        self.ctx.library.set_init_timeout(seconds)
-        try:
-            return self.ctx.new_communicator(timeout=TIMEOUT)
-        finally:
-            self.ctx.library.set_init_timeout(60.0)
-
-    def check_sum(self, comm) -> None:
-        x = torch.full((1000,), float(comm.rank + 1))
-        comm.all_reduce(x)
-        if set(x.tolist()) != {comm.size * (comm.size + 1) / 2}:
-            self.wrong.append(f"a wrong sum: {x[:4]}")
-
-    # ---- What is done meanwhile.
-
-    def do_init(self, comm, x):
-        return self.open()
-
-    def do_split(self, comm, x) -> None:
-        child = comm.split(0)
-        self.check_sum(child)
-        child.close()
-
-    def do_empty(self, comm, x) -> None:
-        comm.all_reduce(comm.empty(1 << 20, dtype=torch.float32).fill_(1.0))
-
-    def do_all_reduce(self, comm, x) -> None:
-        for _ in range(30):
-            comm.all_reduce(x.fill_(1.0))
+    return {"wrong": wrong, "error": type(error).__name__ if error else None, "seconds": seconds}

@@ -1,4 +1,7 @@
-"""A rank's process ends in the middle of things: the survivors get RemoteError naming it, soon, and can go on."""
+"""A rank's process ends in the middle of things: the survivors get RemoteError naming it, soon, and can go on.
+
+Deaths in the midst of random programs: test_campaign.py.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ import pytest
 from tests.conformance.cases import Case, run_cases
 from tests.ranks import Died, run_ranks
 
-F32, SUM, MAX = 7, 0, 2
+F32, SUM = 7, 0
 SOON = 5.0  # seconds: what the project promises
-KILLED = Died(signal=9, exitcode=0)
 
 
 def remote_error(call):
@@ -28,142 +30,120 @@ def remote_error(call):
     return time.monotonic() - start, caught.value
 
 
+def all_reduce(comm, x, stream=0):
+    comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM, stream)
+
+
 def kill_myself():
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
-def expect(results, victim, op=None, who=None):
-    for rank, result in enumerate(results):
-        if rank == victim:
-            assert isinstance(result, Died)
-            continue
-        if who is not None and rank not in who:
-            continue
-        elapsed, error = result
-        assert elapsed < SOON, f"rank {rank} noticed after {elapsed:.1f} s"
-        assert error.peers == (victim,), f"rank {rank}: peers {error.peers}: {error}"
-        assert error.rank == rank
-        assert f"rank {victim}" in str(error)
-        assert op is None or error.op == op, error.op
+def expect(found, rank, victim, op=None):
+    """A rank has been told soon that the victim, and no other rank, is dead."""
+    elapsed, error = found
+    assert elapsed < SOON, f"rank {rank} noticed after {elapsed:.1f} s"
+    assert error.peers == (victim,), f"rank {rank}: peers {error.peers}: {error}"
+    assert error.rank == rank and f"rank {victim}" in str(error)
+    assert op is None or error.op == op, error.op
 
 
-def killed_in_the_middle(ctx, victim, nbytes):
-    """The victim is killed from outside of the call by a timer while all ranks reduce a large array again and again."""
-    comm = ctx.new_comm()
-    x = np.ones(nbytes // 4, np.float32)
+def killed_while_others_wait(ctx, victim):
+    """Each call waits on a communicator and in a thread of its own. Gives what was raised, by the call."""
+    library = ctx.library
+    x, y = np.ones(9000, np.float32), np.ones(9000 * ctx.size, np.float32)
+    a, b, n = x.ctypes.data, y.ctypes.data, 9000
+    turned = ctx.new_comm().split(0, -ctx.rank)
+    queue = library.queue_create()
 
-    def forever():
-        while True:
-            comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, MAX)
+    def queued(comm):
+        for _ in range(3):
+            all_reduce(comm, x, queue.handle)
+        first = remote_error(lambda: queue.wait(1))
+        for ticket in (2, 3):  # what was queued behind it fails too
+            remote_error(lambda t=ticket: queue.wait(t))
+        raise first[1]
 
-    comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, MAX)
-    if ctx.rank == victim:
-        threading.Timer(0.4, kill_myself).start()
-        forever()
-    begin = time.monotonic()
-    _, error = remote_error(forever)
-    return max(0.0, time.monotonic() - begin - 0.4), error
+    def group(comm):
+        """Over two communicators, with transfers: the death is seen whatever the group is waiting for."""
+        library.group_start()
+        turned.send(a, n, F32, (turned.rank + 1) % turned.size)
+        turned.recv(b, n, F32, (turned.rank - 1) % turned.size)
+        all_reduce(comm, x)
+        library.group_end()
 
-
-@pytest.mark.parametrize("nbytes", [64, 8 << 20])
-@pytest.mark.parametrize(("n", "victim"), [(2, 0), (4, 2)])
-def test_killed_in_the_middle_of_all_reduces(n, victim, nbytes):
-    results = run_ranks(killed_in_the_middle, n, victim, nbytes, deaths={victim})
-    assert results[victim] == KILLED
-    expect(results, victim, "all_reduce")
-
-
-def killed_while_others_wait(ctx, victim, what):
-    comm = ctx.new_comm()
-    x, y = np.ones(1000, np.float32), np.ones(1000 * ctx.size, np.float32)
-    a, b = x.ctypes.data, y.ctypes.data
-    if ctx.rank == victim:
-        time.sleep(0.3)
-        kill_myself()
     calls = {
-        "all_reduce": lambda: comm.all_reduce(a, a, 1000, F32, SUM),
-        "broadcast": lambda: comm.broadcast(a, a, 1000, F32, victim),
-        "all_gather": lambda: comm.all_gather(a, b, 1000, F32),
-        "recv": lambda: comm.recv(a, 1000, F32, victim),
-        "send": lambda: comm.send(a, 1000, F32, victim),
-        "split": lambda: comm.split(0, 0),
+        "all_reduce": lambda comm: all_reduce(comm, x),
+        "broadcast": lambda comm: comm.broadcast(a, a, n, F32, victim),
+        "all_gather": lambda comm: comm.all_gather(a, b, n, F32),
+        "recv": lambda comm: comm.recv(a, n, F32, victim),
+        "send": lambda comm: comm.send(a, n, F32, victim),
+        "comm_split": lambda comm: comm.split(0, 0),
+        "queued": queued,
+        "group": group,
     }
-    result = remote_error(calls[what])
-    again, _ = remote_error(calls["all_reduce"])  # and every call after it, at once
-    assert again < 1.0
-    return result
-
-
-@pytest.mark.parametrize("what", ["all_reduce", "broadcast", "all_gather", "recv", "send", "split"])
-def test_killed_while_others_wait(what):
-    results = run_ranks(killed_while_others_wait, 3, 1, what, deaths={1})
-    expect(results, 1, "comm_split" if what == "split" else what)
-
-
-def killed_while_queued(ctx, victim):
-    comm, queue = ctx.new_comm(), ctx.library.queue_create()
+    comms = {what: ctx.new_comm() for what in calls}
+    ctx.barrier()
     if ctx.rank == victim:
         time.sleep(0.3)
         kill_myself()
-    x = np.ones(1000, np.float32)
-    for _ in range(3):
-        comm.all_reduce(x.ctypes.data, x.ctypes.data, 1000, F32, SUM, queue.handle)
-    result = remote_error(lambda: queue.wait(1))
-    for ticket in (2, 3):  # what was queued behind it fails too
-        remote_error(lambda t=ticket: queue.wait(t))
+    found = {}
+
+    def make(what):
+        found[what] = remote_error(lambda: calls[what](comms[what]))
+
+    threads = [threading.Thread(target=make, args=[what]) for what in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for comm in comms.values():  # and every call after it, at once
+        assert remote_error(lambda c=comm: all_reduce(c, x))[0] < 1.0
     queue.close()
-    return result
+    return found
 
 
-def test_killed_while_others_wait_for_a_queue():
-    results = run_ranks(killed_while_queued, 3, 2, deaths={2})
-    expect(results, 2, "all_reduce")
+def test_killed_while_others_wait():
+    results = run_ranks(killed_while_others_wait, 3, 1, deaths={1})
+    for rank in (0, 2):
+        assert len(results[rank]) == 8, results[rank].keys()
+        for what, found in results[rank].items():
+            op = {"queued": "all_reduce", "group": None}.get(what, what)
+            if what == "group":  # the victim is rank 1 of both communicators, of which one has the ranks turned
+                assert found[0] < SOON and found[1].peers == (1,)
+            else:
+                expect(found, rank, 1, op)
 
 
-def ends_early(ctx, victim, how):
+def leaves_early(ctx, victim, how, flags):
     comm = ctx.new_comm()
     x = np.ones(10, np.float32)
-    comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM)
+    all_reduce(comm, x)
     if ctx.rank == victim:
         if how == "destroy":
             comm.destroy()
             time.sleep(2)
-        os._exit(3 if how == "exit" else 0)
-    return remote_error(lambda: comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM))
-
-
-@pytest.mark.parametrize("how", ["exit", "destroy"])
-@pytest.mark.parametrize(("n", "victim"), [(2, 0), (3, 2)])
-def test_a_rank_that_leaves_early(n, victim, how):
-    results = run_ranks(ends_early, n, victim, how, deaths={victim})
-    expect(results, victim, "all_reduce")
-
-
-def go_on_without(ctx, victim, flags):
-    comm = ctx.new_comm()
-    x = np.ones(10, np.float32)
-    if ctx.rank == victim:
-        kill_myself()
-    remote_error(lambda: comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM))
+        if how == "kill":
+            kill_myself()
+        os._exit(3)
+    error = remote_error(lambda: all_reduce(comm, x))
     smaller = comm.shrink([victim], flags=flags)
     found = run_cases(ctx, [Case("all_reduce", "float32", 5000, op="avg"), Case("all_gather", "int8", 7)], smaller)
-    facts = smaller.rank, smaller.size
+    facts = smaller.rank, smaller.size, found
     smaller.destroy()
     comm.abort()
-    return facts, found
+    return error, facts
 
 
-@pytest.mark.parametrize("flags", [0, 1])
-@pytest.mark.parametrize(("n", "victim"), [(2, 1), (4, 0)])
-def test_shrink_after_a_death(n, victim, flags):
-    """flags=1 is NCCL_SHRINK_ABORT: end what the parent has in flight first."""
-    results = run_ranks(go_on_without, n, victim, flags, deaths={victim})
-    survivors = [r for r in range(n) if r != victim]
-    for number, rank in enumerate(survivors):
-        facts, found = results[rank]
-        assert facts == (number, n - 1)
-        assert not found
+@pytest.mark.parametrize(("n", "victim", "how", "flags"), [(2, 1, "exit", 1), (4, 0, "destroy", 0), (3, 2, "kill", 0)])
+def test_a_rank_that_leaves_early(n, victim, how, flags):
+    """Then the others shrink. flags=1 is NCCL_SHRINK_ABORT: end what the parent has in flight first."""
+    results = run_ranks(leaves_early, n, victim, how, flags, deaths={victim})
+    assert results[victim] == (Died(signal=9, exitcode=0) if how == "kill" else Died(signal=0, exitcode=3))
+    for number, rank in enumerate(rank for rank in range(n) if rank != victim):
+        error, facts = results[rank]
+        expect(error, rank, victim, "all_reduce")
+        assert facts == (number, n - 1, [])
 
 
 def death_elsewhere(ctx):
@@ -173,14 +153,9 @@ def death_elsewhere(ctx):
     if ctx.rank == 3:
         kill_myself()
     if ctx.rank == 2:
-        return remote_error(lambda: run_cases_raising(ctx, part))
+        return remote_error(lambda: all_reduce(part, np.ones(10, np.float32)))
     time.sleep(0.5)
     return run_cases(ctx, [Case("all_reduce", "float32", 5000)] * 20, part)
-
-
-def run_cases_raising(ctx, comm):
-    x = np.ones(10, np.float32)
-    comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM)
 
 
 def test_the_other_part_of_a_split_goes_on():
@@ -191,46 +166,16 @@ def test_the_other_part_of_a_split_goes_on():
     assert error.peers == (1,)  # in the numbers of the part
 
 
-def killed_in_a_group(ctx, victim):
-    """A group over two communicators, with transfers: the death is seen whatever the group is waiting for."""
-    whole = ctx.new_comm()
-    turned = whole.split(0, -ctx.rank)
-    if ctx.rank == victim:
-        time.sleep(0.3)
-        kill_myself()
-    x, y = np.ones(9000, np.float32), np.ones(9000, np.float32)
-    me = turned.rank
-
-    def group():
-        ctx.library.group_start()
-        turned.send(x.ctypes.data, 9000, F32, (me + 1) % turned.size)
-        turned.recv(y.ctypes.data, 9000, F32, (me - 1) % turned.size)
-        whole.all_reduce(x.ctypes.data, x.ctypes.data, 9000, F32, SUM)
-        ctx.library.group_end()
-
-    elapsed, error = remote_error(group)
-    return elapsed, error.peers
-
-
-def test_killed_while_others_wait_in_a_group():
-    results = run_ranks(killed_in_a_group, 3, 1, deaths={1})
-    for rank in (0, 2):  # the victim is rank 1 of both communicators
-        elapsed, peers = results[rank]
-        assert elapsed < SOON
-        assert peers == (1,)
-
-
 def stopped_is_not_dead(ctx):
     """A process that was stopped (Ctrl-Z, a debugger) is waited for, however long it takes."""
     comm = ctx.new_comm()
     x = np.ones(10, np.float32)
-    pids = ctx.exchange(os.getpid())
     if ctx.rank == 0:
-        os.kill(pids[1], signal.SIGSTOP)
-        threading.Timer(1.5, os.kill, (pids[1], signal.SIGCONT)).start()
+        os.kill(ctx.pids[1], signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (ctx.pids[1], signal.SIGCONT)).start()
     else:
         time.sleep(0.3)  # stopped in here
-    comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM)
+    all_reduce(comm, x)
     comm.destroy()
     return x[0].item()
 
@@ -244,8 +189,7 @@ def two_deaths(ctx):
     if ctx.rank in (1, 3):
         kill_myself()
     time.sleep(0.5)
-    x = np.ones(10, np.float32)
-    return remote_error(lambda: comm.all_reduce(x.ctypes.data, x.ctypes.data, 10, F32, SUM))
+    return remote_error(lambda: all_reduce(comm, np.ones(10, np.float32)))
 
 
 def test_two_deaths_are_both_named():
@@ -254,30 +198,6 @@ def test_two_deaths_are_both_named():
         elapsed, error = results[rank]
         assert elapsed < SOON
         assert error.peers == (1, 3)
-
-
-def high_level(ctx, victim):
-    import torch
-
-    from collectives.errors import RemoteError
-
-    comm = ctx.new_communicator()
-    t = torch.ones(1000)
-    comm.all_reduce(t)
-    if ctx.rank == victim:
-        kill_myself()
-    start = time.monotonic()
-    with pytest.raises(RemoteError) as caught:
-        comm.all_reduce(t)
-    with pytest.raises(RemoteError):
-        comm.all_reduce(t, async_op=True).wait()
-    comm.abort()
-    return time.monotonic() - start, caught.value
-
-
-def test_communicator_names_the_dead_rank():
-    results = run_ranks(high_level, 3, 1, deaths={1})
-    expect(results, 1, "all_reduce")
 
 
 def leave_early(ctx):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 
 import pytest
 
+from collectives._nccl import FLIGHT_LAYOUT
+from collectives.comm.liveness import this_process
+from collectives.errors import TransportError
 from tests.faults import fuzz, fuzz_host
 from tests.faults.fuzz_targets import TARGETS, with_part
 
@@ -14,9 +18,11 @@ DEEP = b"[" * 100_000
 # What these have found, by what reads it. Most were another exception than one of ours.
 ONCE_WRONG = {
     "heads": [bytes(8) + b"[" + bytes(55), bytes([5]) + bytes(7) + bytes([1]) + bytes(22) + b"\1\0\0\0\0" + bytes(27)],
-    "processes": [b"%node||5", b"%node|\xc2\xb2|1", b"%node|99999999999|1"],
-    "status": [b"f" + DEEP, b'f{"text": "", "rank": 1, "peers": 5}', b"p[[], 3]"],
-    "places": [b"a5", b"a[1, 2]", b"a" + DEEP, b"l5", b'l["a", 1, 5]', b"l" + DEEP],
+    "records": [
+        b"o%node||5", b"o%node|\xc2\xb2|1", b"o%node|99999999999|1",
+        b"f" + DEEP, b'f{"text": "", "rank": 1, "peers": 5}', b"p[[], 3]",
+        b"a5", b"a[1, 2]", b"a" + DEEP, b"l5", b'l["a", 1, 5]', b"l" + DEEP,
+    ],
     "rendezvous": [b"cx", b"c" + b"9" * 40, b'e{"kind": "RemoteError", "text": "", "peers": [Infinity]}'],
     "rounds": [b"\4[0, 2]", b"\4[4, 2]", b"\4[0, 0, 2]", b"\4" + DEEP, b"\5x", b"\6" + b"9" * 40, b"\5" + b"9" * 9,
                b'\1{"process": "\\ud800"}'],
@@ -36,37 +42,35 @@ def test_some_inputs(name):
 
 @pytest.mark.parametrize("name", ONCE_WRONG)
 def test_what_has_once_gone_wrong(name):
-    from collectives.comm.liveness import this_process
-
     node = this_process().rpartition("|")[0].rpartition("|")[0].encode()
-    outcome = fuzz.Outcome()
-    with TARGETS[name].open() as (_, reader):
+    with ExitStack() as stack:
+        _, reader = TARGETS[name].open(stack)
         for data in ONCE_WRONG[name]:
-            fuzz.check_input(TARGETS[name], reader, data.replace(b"%node", node), outcome)
-    assert outcome.wrong == {}
+            assert fuzz.check_input(TARGETS[name], reader, data.replace(b"%node", node))[1] is None, data
 
 
 def test_a_flight_file_says_nothing_to_a_terminal():
     """Names in a file may hold what a terminal takes for commands, or no encoding takes."""
-    from collectives._nccl import FLIGHT_LAYOUT
-
-    outcome = fuzz.Outcome()
-    with TARGETS["flight"].open() as (corpus, reader):
+    with ExitStack() as stack:
+        corpus, reader = TARGETS["flight"].open(stack)
         meta = json.loads(corpus[0][FLIGHT_LAYOUT["meta_offset"] + 4 :].partition(b"\0")[0])
         data = with_part(corpus[0], "meta", json.dumps({**meta, "host": "\x1b[2J\ud800"}).encode())
-        fuzz.check_input(TARGETS["flight"], reader, data, outcome, valid=True)
-    assert outcome.wrong == {}
+        assert fuzz.check_input(TARGETS["flight"], reader, data, valid=True) == (True, None)
 
 
 def test_a_defect_is_noticed():
     """The reader raises what is no error of ours, reads a wrong value, or refuses a valid input."""
     def read(data):
-        return {b"v": "a wrong value", b"r": None}.get(data) if data != b"e" else [][1]
+        if data == b"refused":
+            raise TransportError("not this one")
+        return {b"wrong": "a wrong value", b"read": None}[data]
 
-    outcome = fuzz.Outcome()
-    for data in (b"e", b"v", b"r"):
-        fuzz.check_input(TARGETS["heads"], read, data, outcome)
-    assert sorted(text.partition(":")[0] for _, text, _ in outcome.wrong.values()) == ["IndexError", "a wrong value"]
+    found = {
+        data: fuzz.check_input(TARGETS["heads"], read, data, valid=True)[1]
+        for data in (b"read", b"wrong", b"refused", b"unknown")
+    }
+    assert found.pop(b"read") is None and found.pop(b"wrong") == "a wrong value"
+    assert [text.partition(" ")[0] for text in found.values()] == ["a", "KeyError"]
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+from pathlib import Path
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def no_address_space(ctx):
     x = shared_array(ctx, 40 << 20)  # no window that is there already holds it
     x[:] = ctx.rank + 1
     if ctx.rank == 1:
-        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20), before[1]))
     try:

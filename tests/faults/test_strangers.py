@@ -35,17 +35,19 @@ def message(kind: str, rank: int = 1, nranks: int = 2, text: bytes = b"") -> byt
     return head + bytes(64) + struct.pack("<3Q", 0, 0, 0) + bytes(128) + text.ljust(1024, b"\0")
 
 
-def connect(name: bytes) -> socket.socket:
+def connect(name: bytes, stop: threading.Event | None = None) -> socket.socket:
+    """Connect to an address once somebody listens there, or until an event is set."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client.settimeout(10)
     until = time.monotonic() + 20
-    while True:
+    while stop is None or not stop.is_set():
         try:
             client.connect(name)
-            return client
+            break
         except ConnectionRefusedError:
             assert time.monotonic() < until, "rank 0 did not listen"
             time.sleep(0.01)
+    return client
 
 
 def join_and_run(ctx, unique_id):
@@ -89,7 +91,7 @@ def flood(ctx):
         def reconnect():
             while not stop.is_set():
                 held[random.randrange(len(held))].close()
-                held.append(connect(address(unique_id)))
+                held.append(connect(address(unique_id), stop))
 
         thread = threading.Thread(target=reconnect)
         thread.start()
@@ -143,12 +145,6 @@ def beside_a_squatter(ctx, name):
         return join_and_run(ctx, unique_id)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-def test_another_users_process_holds_the_jobs_name():
-    """The ranks step aside to the next name, wherever that process listens, or doesn't."""
-    assert run_ranks(beside_a_squatter, 3, b"squatted %d" % os.getpid()) == [[]] * 3
-
-
 def all_names_taken(ctx):
     unique_id = ctx.library.named_unique_id(b"all %d" % os.getpid())
     ctx.library.set_init_timeout(1.0)
@@ -162,7 +158,9 @@ def all_names_taken(ctx):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-def test_all_names_are_held():
+def test_another_users_process_holds_the_jobs_names():
+    """The ranks step aside to the next name, wherever that process listens, or doesn't; all can be held."""
+    assert run_ranks(beside_a_squatter, 3, b"squatted %d" % os.getpid()) == [[]] * 3
     (((first, text), (second, late)),) = run_ranks(all_names_taken, 1)
     assert (first, second) == ("TransportError", "CollectiveTimeout")
     assert "user 65534" in text and "COLLECTIVES_SECRET" in text
@@ -224,53 +222,52 @@ def with_secrets(ctx, secrets):
 def test_a_process_with_the_id_and_another_secret_does_not_join():
     first, second = b"a" * 32, b"b" * 32
     names = []
-    for secrets in ((first, second), (first, None)):
+    for secrets in ((first, second), (first, None), (first, first)):
         results = run_ranks(with_secrets, 2, secrets)
         names += [name for name, _ in results]
-        for _, text in results:
-            assert text.startswith("CollectiveTimeout") and "COLLECTIVES_SECRET" in text, text
-    assert names[0] == names[2] and len(set(names)) == 3
-
-
-def test_the_same_secret_on_all_ranks():
-    (first, found), (second, also) = run_ranks(with_secrets, 2, (b"a" * 32, b"a" * 32))
-    assert first == second and not found + also
-
-
-def proven_rank_0(ctx, says):
-    """Rank 0 proves itself, and then says what none does; gives rank 1's error and how many descriptors it kept."""
-    unique_id = ctx.unique_id()
-    if ctx.rank == 1:
-        ctx.barrier()
-        ctx.library.set_init_timeout(10.0)
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(Exception) as caught:
-            ctx.library.comm_init_rank(ctx.size, unique_id, ctx.rank)
-        return type(caught.value).__name__, len(os.listdir("/proc/self/fd")) - before
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address(unique_id))
-        listener.listen(1)
-        ctx.barrier()
-        with listener.accept()[0] as peer:
-            challenge = message("challenge")
-            peer.send(challenge)
-            hello = peer.recv(4096)
-            key = hmac.digest(b"", unique_id, "sha256")
-            proof = hmac.digest(key, b"collectives serve 0 " + challenge[24:56] + hello[24:56], "sha256")
-            welcome = message("welcome")
-            peer.send(welcome[:56] + proof + welcome[88:])
-            peer.recv(4096)
-            if says == "descriptors":
-                for _ in range(20):
-                    socket.send_fds(peer, [message("arrived")], [0, 0])
+        for _, found in results:
+            if secrets == (first, first):
+                assert not found
             else:
-                said = message(says)
-                peer.send(said[:20] + bytes(4) + said[24:])
-    return None
+                assert found.startswith("CollectiveTimeout") and "COLLECTIVES_SECRET" in found, found
+    assert names[0] == names[2] == names[4] == names[5] and len(set(names)) == 3
 
 
-@pytest.mark.parametrize("says", ["go", "failed", "descriptors"])
-def test_a_rank_0_that_says_what_none_does(says):
+def proven_rank_0(ctx, what):
+    """Rank 0 proves itself, and then says what none does; gives rank 1's errors and how many descriptors it kept."""
+    ctx.library.set_init_timeout(10.0)
+    found = []
+    for says in what:
+        unique_id = ctx.unique_id()
+        if ctx.rank == 1:
+            ctx.barrier()
+            before = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(Exception) as caught:
+                ctx.library.comm_init_rank(ctx.size, unique_id, ctx.rank)
+            found.append((type(caught.value).__name__, len(os.listdir("/proc/self/fd")) - before))
+            continue
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address(unique_id))
+            listener.listen(1)
+            ctx.barrier()
+            with listener.accept()[0] as peer:
+                challenge, welcome, said = message("challenge"), message("welcome"), message(says)
+                peer.send(challenge)
+                hello = peer.recv(4096)
+                key = hmac.digest(b"", unique_id, "sha256")
+                proof = hmac.digest(key, b"collectives serve 0 " + challenge[24:56] + hello[24:56], "sha256")
+                peer.send(welcome[:56] + proof + welcome[88:])
+                peer.recv(4096)
+                if says == "arrived":  # with descriptors
+                    for _ in range(20):
+                        socket.send_fds(peer, [said], [0, 0])
+                else:
+                    peer.send(said[:20] + bytes(4) + said[24:])
+    return found
+
+
+def test_a_rank_0_that_says_what_none_does():
     """Found by fuzzing: a null pointer, an init without an error and without a communicator, descriptors left open."""
-    kind, kept = run_ranks(proven_rank_0, 2, says, fresh=True)[1]
-    assert kind in ("RemoteError", "InternalError") and kept <= 1  # its own file of shared memory
+    _, found = run_ranks(proven_rank_0, 2, ["go", "failed", "arrived"], fresh=True)
+    for kind, kept in found:
+        assert kind in ("RemoteError", "InternalError") and kept <= 1  # its own file of shared memory

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.cases import Case, run_cases
+from tests.rank_process import open_ranks
 from tests.ranks import run_ranks
 
 F32, SUM = 7, 0
@@ -20,389 +21,320 @@ def all_reduce(comm, x, stream=0):
     comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM, stream)
 
 
+def raised(kind, call):
+    """Make the call, which must raise an error of this kind; give the seconds and the error."""
+    start = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    return time.monotonic() - start, caught.value
+
+
 def late_rank(ctx, late):
     """Rank ``late`` never comes to the third collective: all others learn who, which call, and its size."""
-    from collectives.errors import CollectiveTimeout
+    from collectives.errors import CollectivesError, CollectiveTimeout
 
     comm = ctx.new_comm()
     x = np.ones(250, np.float32)
     all_reduce(comm, x)
     all_reduce(comm, x)
     comm.set_timeout(0.7)
-    if ctx.rank == late:
-        ctx.barrier()
-        return None
-    start = time.monotonic()
-    with pytest.raises(CollectiveTimeout) as caught:
-        all_reduce(comm, x)
-    elapsed = time.monotonic() - start
-    with pytest.raises(Exception) as after:  # the communicator is out of use: this rank has contributed already
-        all_reduce(comm, x)
+    found = None
+    if ctx.rank != late:
+        found = raised(CollectiveTimeout, lambda: all_reduce(comm, x))
+        # The communicator is out of use: this rank has contributed already.
+        raised(CollectivesError, lambda: all_reduce(comm, x))
     ctx.barrier()
     comm.abort()
-    return elapsed, caught.value, after.value
+    return found
 
 
-@pytest.mark.parametrize(("n", "late"), [(2, 1), (4, 2)])
-def test_time_limit_of_a_communicator(n, late):
-    from collectives.errors import CollectivesError
-
-    for rank, result in enumerate(run_ranks(late_rank, n, late)):
-        if rank == late:
-            continue
-        elapsed, error, after = result
-        assert 0.6 < elapsed < 4
-        assert error.op == "all_reduce"
-        assert error.seq == 2
-        assert error.nbytes == 1000
-        assert error.rank == rank
-        assert late in error.peers
-        assert isinstance(error, TimeoutError)
-        assert f"rank {late}" in str(error) or f"ranks {late}" in str(error)
-        assert isinstance(after, CollectivesError)
+def test_time_limit_of_a_communicator():
+    for rank, result in enumerate(run_ranks(late_rank, 4, 2)):
+        if rank != 2:
+            elapsed, error = result
+            assert 0.6 < elapsed < 4 and isinstance(error, TimeoutError)
+            assert (error.op, error.seq, error.nbytes, error.rank) == ("all_reduce", 2, 1000, rank)
+            assert 2 in error.peers and ("rank 2" in str(error) or "ranks 2" in str(error))
 
 
-def limit_taken_back(ctx):
-    comm = ctx.new_comm()
-    comm.set_timeout(0.2)
-    comm.set_timeout(None)
-    x = np.ones(4, np.float32)
-    if ctx.rank == 1:
-        time.sleep(0.8)
-    all_reduce(comm, x)
-    return x.tolist()
-
-
-def test_no_limit_after_set_timeout_none():
-    assert run_ranks(limit_taken_back, 2) == [[2.0] * 4] * 2
-
-
-def queued_limit(ctx):
-    from collectives.errors import CollectiveTimeout
-
-    comm, queue = ctx.new_comm(), ctx.library.queue_create()
-    comm.set_timeout(0.5)
-    x = np.ones(4, np.float32)
-    if ctx.rank == 1:
-        ctx.barrier()
-        queue.close()
-        return None
-    all_reduce(comm, x, queue.handle)
-    with pytest.raises(CollectiveTimeout) as caught:
-        queue.wait(queue.record())
-    ctx.barrier()
-    queue.close()
-    comm.abort()
-    return caught.value
-
-
-def test_time_limit_of_a_queued_call():
-    error, _ = run_ranks(queued_limit, 2)
-    assert error.peers == (1,)
-    assert error.op == "all_reduce"
-
-
-def work_wait_runs_out(ctx):
-    """Work.wait(timeout) names who is missing, and the operation goes on and ends well."""
+def other_limits(ctx):
+    """A limit that is taken back; one of a queued call; and one of a wait, whose operation stays in flight."""
     import torch
 
     from collectives.errors import CollectiveTimeout
 
+    comm, queue = ctx.new_comm(), ctx.library.queue_create()
+    x = np.ones(4, np.float32)
+    comm.set_timeout(0.2)
+    comm.set_timeout(None)
+    time.sleep(0.8 * ctx.rank)
+    all_reduce(comm, x)
+    assert x.tolist() == [2.0] * 4
+    found = []
+    comm.set_timeout(0.5)
+    if ctx.rank == 0:
+        all_reduce(comm, x, queue.handle)
+        found.append(raised(CollectiveTimeout, lambda: queue.wait(queue.record()))[1])
+    ctx.barrier()
+    queue.close()
+    comm.abort()
+
     comm = ctx.communicator()
     t = torch.full((100,), ctx.rank + 1.0)
-    if ctx.rank == 1:
-        ctx.barrier()
+    if ctx.rank == 0:
         work = comm.all_reduce(t, async_op=True)
-        work.wait()
-        return None, t[0].item()
-    work = comm.all_reduce(t, async_op=True)
-    start = time.monotonic()
-    with pytest.raises(CollectiveTimeout) as caught:
-        work.wait(timeout=0.4)
-    assert 0.3 < time.monotonic() - start < 3
-    assert not work.done()
+        elapsed, error = raised(CollectiveTimeout, lambda: work.wait(timeout=0.4))
+        assert 0.3 < elapsed < 3 and not work.done() and error.nbytes == 400
+        found.append(error)
     ctx.barrier()
+    if ctx.rank == 1:
+        work = comm.all_reduce(t, async_op=True)
     work.wait(timeout=20)
-    assert work.done()
-    return caught.value, t[0].item()
+    assert work.done() and t[0].item() == 3.0
+    return [(error.op, error.peers) for error in found]
 
 
-def test_work_wait_that_runs_out_leaves_the_operation_in_flight():
-    (error, first), (_, second) = run_ranks(work_wait_runs_out, 2)
-    assert first == second == 3.0
-    assert error.op == "all_reduce"
-    assert error.peers == (1,)
-    assert error.nbytes == 400
+def test_limits_of_queued_calls_and_of_waits():
+    assert run_ranks(other_limits, 2) == [[("all_reduce", (1,))] * 2, []]
 
 
-def abort_from_a_thread(ctx, what):
-    """Rank 0 waits in a call; another of its threads aborts. Its peers learn who did it."""
+def aborts(ctx):
+    """Rank 0 waits in a call; another of its threads aborts. Its peers learn who did it, later or while they wait."""
     from collectives.errors import Aborted, RemoteError
 
-    comm, queue = ctx.new_comm(), ctx.library.queue_create()
+    queue, found = ctx.library.queue_create(), []
     x = np.ones(1000, np.float32)
     calls = {
-        "all_reduce": lambda: all_reduce(comm, x),
-        "recv": lambda: comm.recv(x.ctypes.data, 1000, F32, 1),
-        "queued": lambda: (all_reduce(comm, x, queue.handle), queue.wait(queue.record())),
+        "all_reduce": all_reduce,
+        "recv": lambda comm, x: comm.recv(x.ctypes.data, 1000, F32, 1),
+        "queued": lambda comm, x: (all_reduce(comm, x, queue.handle), queue.wait(queue.record())),
     }
-    if ctx.rank == 0:
-        threading.Timer(0.3, comm.abort).start()
-        start = time.monotonic()
-        with pytest.raises(Aborted) as caught:
-            calls[what]()
-        elapsed = time.monotonic() - start
+    for call in calls.values():
+        comm = ctx.new_comm()
+        if ctx.rank == 0:
+            threading.Timer(0.3, comm.abort).start()
+            found.append(raised(Aborted, lambda: call(comm, x)))  # noqa: B023
+            ctx.barrier()
+            continue
         ctx.barrier()
-        queue.close()
-        return elapsed, caught.value
-    ctx.barrier()
-    start = time.monotonic()
-    with pytest.raises(RemoteError) as caught:
-        all_reduce(comm, x)  # rank 0 may have given its share to this one before it was aborted
-        all_reduce(comm, x)
+        # Rank 0 may have given its share to the first one before it was aborted.
+        found.append(raised(RemoteError, lambda: (all_reduce(comm, x), all_reduce(comm, x))))  # noqa: B023
     queue.close()
-    return time.monotonic() - start, caught.value
-
-
-@pytest.mark.parametrize("what", ["all_reduce", "recv", "queued"])
-def test_abort_from_another_thread(what):
-    results = run_ranks(abort_from_a_thread, 3, what)
-    elapsed, _ = results[0]
-    assert elapsed < 2
-    for elapsed, error in results[1:]:
-        assert elapsed < 2
-        assert error.peers == (0,)
-        assert any(word in str(error).lower() for word in ("abort", "revoke"))
-
-
-def abort_of_a_waiting_peer(ctx):
-    """A peer that is already waiting is woken by the abort of another rank."""
-    from collectives.errors import RemoteError
-
     comm = ctx.new_comm()
     if ctx.rank == 0:
-        time.sleep(0.5)
+        time.sleep(0.3)
         comm.abort()
-        return 0.0
-    start = time.monotonic()
-    with pytest.raises(RemoteError):
-        all_reduce(comm, np.ones(4, np.float32))
-    return time.monotonic() - start
+        # A communicator whose ranks never come, opened without blocking, can be given up.
+        alone = ctx.library.comm_init_rank(2, ctx.library.get_unique_id(), 0, config={"blocking": 0})
+        assert alone.async_error() == 7
+        alone.abort()
+    else:
+        found.append(raised(RemoteError, lambda: all_reduce(comm, x)))
+    return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_abort_wakes_the_peers(n):
-    assert max(run_ranks(abort_of_a_waiting_peer, n)) < 3
-
-
-def abort_during_init(ctx):
-    """A communicator whose ranks never come, opened without blocking, can be given up."""
-    comm = ctx.library.comm_init_rank(2, ctx.library.get_unique_id(), 0, config={"blocking": 0})
-    assert comm.async_error() == 7
-    start = time.monotonic()
-    comm.abort()
-    return time.monotonic() - start
-
-
-def test_abort_of_an_init_under_way():
-    (elapsed,) = run_ranks(abort_during_init, 1)
-    assert elapsed < 3
-
-
-def interrupted(ctx, how):
-    """SIGINT while waiting inside a call: KeyboardInterrupt, about as soon as the person lets go of the keys."""
-    from collectives.errors import RemoteError
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ctx.library.set_interrupt_check(True)
-    comm, queue = ctx.new_comm(), ctx.library.queue_create()
-    x = np.ones(10, np.float32)
-    if ctx.rank == 1:
-        ctx.barrier()
-        if how == "blocking":  # rank 0 is out, after giving its share to the first call: this rank must not hang
-            start = time.monotonic()
-            with pytest.raises(RemoteError):
-                all_reduce(comm, x)
-                all_reduce(comm, x)
-            assert time.monotonic() - start < 5
-        else:  # what is queued goes on after the interrupt
-            all_reduce(comm, x)
-        return None
-    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        if how == "blocking":
-            all_reduce(comm, x)
-        else:
-            all_reduce(comm, x, queue.handle)
-            queue.wait(queue.record())
-    elapsed = time.monotonic() - start
-    ctx.barrier()
-    if how == "queued":
-        assert queue.wait(queue.record(), 20)
-        assert x[0] == 2
-    queue.close()
-    return elapsed
-
-
-@pytest.mark.parametrize("how", ["blocking", "queued"])
-def test_ctrl_c_ends_a_waiting_rank(how):
-    elapsed, _ = run_ranks(interrupted, 2, how, fresh=True)
-    assert elapsed < 2
-
-
-def interrupted_init(ctx):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ctx.library.set_interrupt_check(True)
-    threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        ctx.library.comm_init_rank(2, ctx.library.get_unique_id(), 0)
-    return time.monotonic() - start
-
-
-def test_ctrl_c_ends_an_init_that_waits():
-    (elapsed,) = run_ranks(interrupted_init, 1, fresh=True)
-    assert elapsed < 2
+def test_abort_from_another_thread_and_of_a_waiting_peer():
+    results = run_ranks(aborts, 3)
+    assert [len(result) for result in results] == [3, 4, 4]
+    assert all(elapsed < 2 for result in results for elapsed, _ in result)
+    for _, error in results[1] + results[2]:
+        assert error.peers == (0,)
+        assert any(word in str(error).lower() for word in ("abort", "revoke"))
 
 
 class Alarm(Exception):
     pass
 
 
-def other_signal(ctx):
+def signals(ctx):
+    """Ctrl-C while rank 0 waits is KeyboardInterrupt, about as soon as the person lets go of the keys, and one is
+    enough, however many communicators the call waits for. Gives the seconds of each.
+    """
+    from collectives.errors import RemoteError
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    library = ctx.library
+    library.set_interrupt_check(True)
+    comms, queue = [ctx.new_comm() for _ in range(3)], library.queue_create()
+    x, y = np.ones(10, np.float32), np.ones(10, np.float32)
+    a, b = open_ranks(library, 2), open_ranks(library, 2)  # of this process alone
+
+    def in_a_group():
+        library.group_start()
+        all_reduce(a[0], x)
+        all_reduce(b[0], y)
+        library.group_end()
+
+    calls = {
+        "blocking": lambda: all_reduce(comms[0], x),
+        "queued": lambda: (all_reduce(comms[1], y, queue.handle), queue.wait(queue.record())),
+        "init": lambda: library.comm_init_rank(2, library.get_unique_id(), 0),
+        "group": in_a_group,
+        "its turn": lambda: (all_reduce(a[0], x, queue.handle), all_reduce(a[0], y)),
+    }
+    seconds = {}
+    if ctx.rank == 0:
+        for what, call in calls.items():
+            if what == "its turn":  # the communicators of a group that was interrupted are out of use
+                for comm in (*a, *b):
+                    comm.abort()
+                a = open_ranks(library, 2)
+            threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+            seconds[what] = raised(KeyboardInterrupt, call)[0]
+            if what in ("blocking", "queued"):
+                ctx.barrier()
+            if what == "queued":  # what is queued goes on after the interrupt
+                assert queue.wait(queue.record(), 20) and y[0] == 2
+    else:
+        ctx.barrier()
+        # Rank 0 is out, after giving its share to the first call: this rank must not hang.
+        assert raised(RemoteError, lambda: (all_reduce(comms[0], x), all_reduce(comms[0], x)))[0] < 5
+        ctx.barrier()
+        all_reduce(comms[1], y)
+    for comm in (*a, *b):
+        if comm.handle:
+            comm.abort()
+    queue.close()
+    other_handlers(ctx, comms[2])
+    return seconds
+
+
+def other_handlers(ctx, comm):
     """A handler that raises something else: that is what the waiting call raises; one that only counts ends nothing."""
-    ctx.library.set_interrupt_check(True)
-    counted = []
-    comm = ctx.new_comm()
-    x = np.ones(4, np.float32)
+    counted, x = [], np.ones(4, np.float32)
 
-    def count(*_):
-        counted.append(1)
+    def raise_alarm(*_):
+        raise Alarm("time is up")
 
-    signal.signal(signal.SIGALRM, count)
+    signal.signal(signal.SIGALRM, lambda *_: counted.append(1))
+    ctx.barrier()
     if ctx.rank == 0:
         signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     else:
         time.sleep(0.8)
     all_reduce(comm, x)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    assert x[0] == 2 and (ctx.rank == 1 or len(counted) >= 2)
+    ctx.barrier()
     if ctx.rank == 0:
-        assert len(counted) >= 2
-    assert x[0] == 2
-
-    def raise_alarm(*_):
-        raise Alarm("time is up")
-
+        signal.signal(signal.SIGALRM, raise_alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        raised(Alarm, lambda: all_reduce(comm, x))
     ctx.barrier()
-    if ctx.rank == 1:
+
+
+def test_signals_end_waits():
+    seconds, _ = run_ranks(signals, 2, fresh=True)
+    assert len(seconds) == 5 and max(seconds.values()) < 2, seconds
+
+
+def all_interrupted(ctx, gaps):
+    """Rank 2 sends both the signal. Rank 0, which computes, ends the communicator at once; rank 1 waits for it."""
+    kinds = []
+    for gap in gaps:
+        comm = ctx.new_communicator()
+        if ctx.rank == 2:
+            ctx.barrier()
+            time.sleep(0.2)
+            for pid in ctx.pids[:2]:
+                os.kill(pid, signal.SIGINT)
+                time.sleep(gap)
+        else:
+            try:
+                ctx.barrier()
+                if ctx.rank == 0:
+                    time.sleep(20)
+                comm.all_reduce(np.ones(10, dtype="float32"))
+            except BaseException as error:
+                kinds.append(type(error).__name__)
+                comm.abort()
         ctx.barrier()
-        return
-    signal.signal(signal.SIGALRM, raise_alarm)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with pytest.raises(Alarm):
-        all_reduce(comm, x)
-    ctx.barrier()
+        comm.abort()
+    return kinds
 
 
-def test_other_signal_handlers_run_too():
-    run_ranks(other_signal, 2, fresh=True)
+def test_ctrl_c_on_all_ranks_is_an_interrupt_on_each():
+    gaps = [0.0, 0.001, 0.0, 0.02]
+    assert run_ranks(all_interrupted, 3, gaps)[:2] == [["KeyboardInterrupt"] * len(gaps)] * 2
 
 
-def serialised(ctx):
-    """Calls on one communicator from two threads: each is whole, whichever comes first."""
-    comm = ctx.new_comm()
-    errors = []
-    order = []
+def on_threads(count, work) -> list:
+    """Call ``work(number, wrong)`` on some threads at once; give what they have found wrong."""
+    wrong = []
 
-    def work(k):
+    def run(number):
         try:
-            # The threads of all ranks must call in one order: the ranks agree on it by a lock that hands over in turn.
-            for step in range(50):
-                with turn:
-                    turn.wait_for(lambda place=step * 2 + k: len(order) == place, timeout=20)
-                    x = np.full(2000, ctx.rank + 1.0 + k, np.float32)
-                    order.append(k)
-                    turn.notify_all()
-                    all_reduce(comm, x)
-                want = sum(r + 1.0 + k for r in range(ctx.size))
-                if not np.all(x == want):
-                    errors.append((k, step, x[0], want))
+            work(number, wrong)
         except Exception as error:
-            errors.append(repr(error))
+            wrong.append(repr(error))
 
-    turn = threading.Condition()
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    threads = [threading.Thread(target=run, args=[number]) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return errors
+    return wrong
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_two_threads_take_turns_on_one_communicator(n):
-    assert run_ranks(serialised, n) == [[]] * n
+def threads_on_one_communicator(ctx):
+    """Calls on one communicator from several threads: each is whole, whichever comes first."""
+    comm, turn, order = ctx.new_comm(), threading.Condition(), []
 
+    def in_turn(number, wrong):
+        # The threads of all ranks must call in one order: the ranks agree on it by a lock that hands over in turn.
+        for step in range(50):
+            with turn:
+                turn.wait_for(lambda place=step * 2 + number: len(order) == place, timeout=20)
+                x = np.full(2000, ctx.rank + 1.0 + number, np.float32)
+                order.append(number)
+                turn.notify_all()
+                all_reduce(comm, x)
+            if not np.all(x == sum(rank + 1.0 + number for rank in range(ctx.size))):
+                wrong.append((number, step, x[0]))
 
-def same_call_from_two_threads(ctx):
-    """The same call from both threads without any order: the engine serialises, so every sum is whole."""
-    comm = ctx.new_comm()
-    wrong = []
-
-    def work():
-        for _ in range(200):
+    def the_same(number, wrong):
+        for _ in range(100):
             x = np.full(3000, 1.0, np.float32)
             all_reduce(comm, x)
             if not np.all(x == ctx.size):
                 wrong.append(x[:3].tolist())
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wrong = on_threads(2, in_turn) + on_threads(3, the_same)
     return wrong + run_cases(ctx, [Case("all_reduce", "float32", 10)], comm)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_same_call_from_three_threads(n):
-    assert run_ranks(same_call_from_two_threads, n) == [[]] * n
+def test_threads_on_one_communicator(n):
+    assert run_ranks(threads_on_one_communicator, n) == [[]] * n
 
 
-def error_of(call):
+def late(ctx):
+    """Rank 0 gives up waiting for rank 1, which comes a moment later and must not get rank 0's stale part."""
     from collectives.errors import CollectivesError
 
-    try:
-        call()
-    except CollectivesError as error:
-        return error
-    return None
+    found = []
+    for count in (3, 300_000):
+        for how in ("time limit", "abort"):
+            comm = ctx.new_comm()
+            x = np.ones(count, np.float32)
+            if ctx.rank == 0 and how == "abort":
+                threading.Timer(0.3, comm.abort).start()
+            elif ctx.rank == 0:
+                comm.set_timeout(0.3)
+            else:
+                ctx.barrier()
+            _, error = raised(CollectivesError, lambda: all_reduce(comm, x))  # noqa: B023
+            if ctx.rank == 0:
+                ctx.barrier()
+            else:
+                assert (x == 1).all()
+            found.append((type(error).__name__, error.peers if ctx.rank else None))
+            if comm.handle:
+                comm.abort()
+    return found
 
 
-def late(ctx, count, how):
-    """Rank 0 gives up waiting for rank 1, which comes a second later and must not get rank 0's stale part."""
-    comm = ctx.new_comm()
-    x = np.ones(count, np.float32)
-    if ctx.rank == 0:
-        if how == "abort":
-            threading.Timer(0.3, comm.abort).start()
-        else:
-            comm.set_timeout(0.3)
-        error = error_of(lambda: all_reduce(comm, x))
-        ctx.barrier()
-    else:
-        ctx.barrier()
-        error = error_of(lambda: all_reduce(comm, x))
-        assert (x == 1).all()
-    if comm.handle:
-        comm.abort()
-    return type(error).__name__, getattr(error, "peers", None)
-
-
-@pytest.mark.parametrize("count", [3, 300_000])
-@pytest.mark.parametrize(("how", "raised"), [("time limit", "CollectiveTimeout"), ("abort", "Aborted")])
-def test_who_comes_late_is_told(how, raised, count):
-    first, second = run_ranks(late, 2, count, how, timeout=30)
-    assert first[0] == raised
-    assert second == ("RemoteError", (0,))
+def test_who_comes_late_is_told():
+    first, second = run_ranks(late, 2, timeout=30)
+    assert first == [("CollectiveTimeout", None), ("Aborted", None)] * 2
+    assert second == [("RemoteError", (0,))] * 4

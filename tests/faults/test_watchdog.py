@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,10 +15,9 @@ import torch.distributed as dist
 from collectives import errors
 from collectives.comm import liveness as presence
 from collectives.comm import watchdog
-from collectives.launcher import get_start_time
 from collectives.rendezvous.peers import PeerInfo
 from tests.launching import clean_environment, free_port
-from tests.rank_process import ROOT
+from tests.programs import run_python
 from tests.ranks import run_ranks
 
 
@@ -85,7 +84,7 @@ def test_what_ends_is_left_alone():
 
 
 ALONE = """
-import os, sys, threading, time
+import os, time
 from collectives.comm import watchdog
 watchdog.ROUND_S = 0.05
 import collectives, torch
@@ -100,7 +99,7 @@ if pid == 0:
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 assert thread.is_alive()
-if sys.argv[1] == "closed":
+if os.environ["STATE"] == "closed":
     comm.close()
     assert not watchdog._watched
 print("at the end")
@@ -109,28 +108,8 @@ print("at the end")
 
 @pytest.mark.parametrize("state", ["closed", "open"])
 def test_it_ends_with_the_interpreter_and_not_in_a_child(state):
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, state], env=clean_environment(), cwd=ROOT, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = run_python(ALONE, timeout=60, **clean_environment(STATE=state))
     assert (done.returncode, done.stdout, done.stderr) == (0, "at the end\n", "")
-
-
-class Native:
-    issued = (0, "", 0, 0, 0)
-
-    def async_error(self):
-        return 0
-
-
-class Queue:
-    def __init__(self):
-        self.marks = []
-        self.ends = True
-
-    def record_completion(self, stream):
-        self.marks.append(stream)
-        return lambda: self.ends
 
 
 class Comm:
@@ -139,7 +118,12 @@ class Comm:
     rank, size, timeout, closed, peers, _flight = 0, 3, 30.0, False, None, None
 
     def __init__(self):
-        self._native, self._queue, self.error = Native(), Queue(), None
+        self.marks, self.ends, self.error, self._queue = [], True, None, self
+        self._native = SimpleNamespace(issued=(0, "", 0, 0, 0), async_error=lambda: 0)
+
+    def record_completion(self, stream):
+        self.marks.append(stream)
+        return lambda: self.ends
 
     def _abort_with_error(self, error):
         self.error = error
@@ -152,14 +136,14 @@ def test_calls_that_keep_coming_are_not_marked():
     for number in range(1, 5):
         comm._native.issued = (number, "all_reduce", 1, 7, 55)
         watched.check()
-    assert comm._queue.marks == []
+    assert comm.marks == []
     for _ in range(4):
         watched.check()
-    assert comm._queue.marks == [55] and comm.error is None
+    assert comm.marks == [55] and comm.error is None
 
 
 def hanging(comm, notes):
-    comm._queue.ends = False
+    comm.ends = False
     comm._native.issued = (4, "reduce_scatter", 10, 7, 55)
     watched = watchdog._WatchedComm(comm, notes)
     for _ in range(2):
@@ -172,21 +156,16 @@ def hanging(comm, notes):
 
 def test_what_ends_a_wait_before_its_limit():
     """A peer's process that is gone, and a failure that another rank has found; NCCL itself would wait."""
-    store = dist.HashStore()
-    assert hanging(Comm(), watchdog.StatusStore(store, "some")) is None
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    machine, namespace, _, _ = presence.this_process().split("|")
-    process = f"{machine}|{namespace}|{child.pid}|{get_start_time(child.pid)}"
-    child.kill()
-    child.wait()
-    child.stdin.close()
+    notes = watchdog.StatusStore(dist.HashStore(), "some")
+    assert hanging(Comm(), notes) is None
+    process = presence.this_process().rpartition("|")[0] + "|1"  # this one's number, which another one had before
     comm = Comm()
     comm.peers = (PeerInfo(0, "a", "b"), PeerInfo(1, "a", "b"), PeerInfo(2, "a", "b", process=process))
-    error = hanging(comm, watchdog.StatusStore(store, "some"))
+    error = hanging(comm, notes)
     assert type(error) is errors.RemoteError and error.peers == (2,) and (error.seq, error.nbytes) == (4, 40)
-    assert f"can't end: rank 2: its process {child.pid} has ended" in error.message
+    assert f"can't end: rank 2: its process {os.getpid()} has ended" in error.message
     other = Comm()
     other.rank = 1
-    error = hanging(other, watchdog.StatusStore(store, "some"))  # which can't see the process
+    error = hanging(other, notes)  # which can't see the process
     assert type(error) is errors.RemoteError and error.peers == (2,)
     assert "rank 0 has ended the communicator: reduce_scatter, call 4" in error.message

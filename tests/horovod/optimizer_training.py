@@ -30,8 +30,8 @@ def a_job(ctx):
         hvd.shutdown()
 
 
-def train(model, optimizer, rank, *, passes=1, steps=STEPS, to_none=True, between=None):
-    """Make steps of `passes` backwards each; give the losses."""
+def train(model, optimizer, rank, *, passes=1, steps=STEPS, to_none=True, synchronizes=False):
+    """Make steps of `passes` backwards each, by a call of synchronize() or without it; give the losses."""
     losses = []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=to_none)
@@ -40,9 +40,10 @@ def train(model, optimizer, rank, *, passes=1, steps=STEPS, to_none=True, betwee
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             losses.append(loss.item())
-        if between is not None:
-            between(optimizer)
-        optimizer.step()
+        if synchronizes:
+            optimizer.synchronize()
+        with optimizer.skip_synchronize() if synchronizes else contextlib.nullcontext():
+            optimizer.step()
     return losses
 
 

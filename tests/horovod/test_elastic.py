@@ -1,6 +1,4 @@
-"""Ranks are killed in the midst of a training, and the others go on as a training of their own
-would.
-"""
+"""Ranks are killed in the midst of a training, and the others go on as a training of their own would."""
 
 from __future__ import annotations
 
@@ -34,77 +32,44 @@ def made():
     return model, optimizer, data, data.sin().sum(1, keepdim=True)
 
 
-def step(hvd, model, optimizer, data, target, before, wrapped):
-    """One step on this rank's samples, with the gradients averaged one by one as the backward
-    brings them.
-    """
-    import torch
-
-    optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss(model(data), target)
-    if wrapped:
-        loss.backward()
-        if before is not None:
-            before()
-        optimizer.step()
-        return hvd.allreduce(loss.detach(), name="loss").item()
-    handles = []
-    for number, param in enumerate(model.parameters()):
-        hook = lambda p, n=number: handles.append(hvd.allreduce_async_(p.grad, name=f"grad {n}"))  # noqa: E731
-        param._hook = param.register_post_accumulate_grad_hook(hook)
-    try:
-        loss.backward()
-        if before is not None:
-            before()
-        for handle in handles:
-            hvd.synchronize(handle)
-    finally:
-        for param in model.parameters():
-            param._hook.remove()
-    optimizer.step()
-    return hvd.allreduce(loss.detach(), name="loss").item()
-
-
-def train(ctx, deaths, every, wrapped):
-    """Train elastically. ``deaths``: rank -> (step, "backward", "commit" or "recovery"); commit
-    each ``every`` steps.
-
-    ``wrapped``: by DistributedOptimizer, else by operations of the test's own.
-    """
+def train(ctx, deaths):
+    """Train elastically; commit each second step. ``deaths``: rank -> (step, "backward", "commit" or "recovery")."""
     import torch
 
     with started(ctx) as hvd:
-        first = ctx.rank
+        first, resets = ctx.rank, []
         model, optimizer, data, target = made()
-        if wrapped:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         sampler = hvd.elastic.ElasticSampler(data, seed=5)
         state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0, curve=[])
-        resets = []
+        at, how = deaths.get(first, (-1, ""))
 
         def reset():
             resets.append((hvd.rank(), hvd.size()))
-            if deaths.get(first, (0, ""))[1] == "recovery":
+            if how == "recovery":
                 die()
 
         state.register_reset_callbacks([reset])
-        at, how = deaths.get(first, (-1, ""))
 
         @hvd.elastic.run
         def training(state):
             while state.epoch < EPOCHS:
                 batches = torch.utils.data.DataLoader(range(SAMPLES), BATCH, sampler=state.sampler)
                 for number, indices in enumerate(batches):
-                    dies = state.step == at and how == "backward"
-                    arguments = state.model, state.optimizer, data[indices], target[indices]
-                    loss = step(hvd, *arguments, die if dies else None, wrapped)
+                    optimizer.zero_grad()
+                    loss = torch.nn.functional.mse_loss(model(data[indices]), target[indices])
+                    loss.backward()
+                    if state.step == at and how == "backward":
+                        die()
+                    optimizer.step()
+                    loss = hvd.allreduce(loss.detach(), name="loss").item()
                     used = sorted(x for rank in hvd.allgather_object(indices.tolist()) for x in rank)
                     state.sampler.record_batch(number, BATCH)
                     state.curve.append((state.epoch, hvd.size(), used, loss))
                     state.step += 1
                     if state.step == at and how == "commit":
                         die()
-                    if state.step % every == 0:
+                    if state.step % 2 == 0:
                         state.commit()
                 state.epoch += 1
                 state.sampler.set_epoch(state.epoch)
@@ -130,17 +95,10 @@ def reference(curve):
     return losses, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-# Few cases, as each death costs the start of a process.
-@pytest.mark.parametrize(
-    ("n", "deaths", "every", "wrapped"),
-    [
-        (3, {1: (3, "backward"), 0: (7, "commit")}, 2, False),
-        (4, {0: (2, "backward"), 2: (2, "backward"), 1: (0, "recovery")}, 1, True),
-    ],
-    ids=["one after the other", "two at once and one in the recovery"],
-)
-def test_the_others_go_on(n, deaths, every, wrapped):
-    results = run_ranks(train, n, deaths, every, wrapped, timeout=60, deaths=set(deaths))
+def test_the_others_go_on():
+    """One dies in a step, one in the recovery from that, and later one after a step that isn't committed."""
+    n, deaths = 4, {0: (2, "backward"), 1: (0, "recovery"), 2: (9, "commit")}
+    results = run_ranks(train, n, deaths, timeout=60, deaths=set(deaths))
     survivors = [rank for rank in range(n) if rank not in deaths]
     assert all(results[rank] == KILLED for rank in deaths)
     curves = [results[rank][1] for rank in survivors]
@@ -178,9 +136,7 @@ class NoPickle:
 
 
 def without_deaths(ctx):
-    """Interrupts, limits, errors of the program's own, and states that can't be: one job after the
-    other.
-    """
+    """Interrupts, limits, errors of the program's own, and states that can't be: one job after the other."""
     import torch
 
     found = {}

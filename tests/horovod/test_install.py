@@ -1,13 +1,10 @@
-"""An unchanged Horovod program runs, however it is started; and the name horovod is ours, or
-nobody's.
-"""
+"""An unchanged Horovod program runs, however it is started; and the name horovod is ours, or nobody's."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 
 from collectives.horovod.__main__ import main
 from tests import launching
+from tests.programs import run_forked, run_python
 
 PROGRAM = Path(__file__).with_name("mnist_program.py")
 SHORT = [sys.executable, "-m", "collectives.horovod"]
@@ -35,7 +33,8 @@ def results_of(command, env, count):
 def by_srun():
     """What the program found by srun, as a file, with workers that are spawned."""
     srun = [sys.executable, launching.SRUN, "-n", "2"]
-    return results_of([*srun, *SHORT, str(PROGRAM), "--workers", "1"], launching.clean_environment(), 2)
+    command = launching.forked([*srun, *SHORT, str(PROGRAM), "--workers", "1"])
+    return results_of(command, launching.clean_environment(), 2)
 
 
 def test_an_unchanged_program(by_srun):
@@ -54,9 +53,7 @@ def test_an_unchanged_program_under_mpirun(by_srun):
 
 
 def test_whose_name_it_is(tmp_path):
-    """Another package of the name, as pip would have installed it, is refused when it was imported,
-    or passed over.
-    """
+    """Another package of the name, as pip would have installed it, is refused when it was imported, or passed over."""
     for package in ("horovod", "horovod/torch"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("theirs = True\n")
@@ -90,9 +87,7 @@ for missing in ("horovod.common.util", "horovod.tensorflow"):
         continue
     raise AssertionError(missing)
 """
-    env = launching.clean_environment()
-    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
-    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=60)
+    done = run_python(text, PYTHONPATH=f"{tmp_path}:{launching.clean_environment()['PYTHONPATH']}")
     assert done.returncode == 0, done.stderr
 
 
@@ -105,9 +100,7 @@ def test_the_command(tmp_path, capsys):
         "print(sys.argv, __name__, __file__, beside.value, hvd.size(), '' in sys.path)\n"
         "sys.exit(int(sys.argv[1]))\n"
     )
-    env = launching.clean_environment()
-    command = [*SHORT, str(program), "3", "-m"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, cwd="/")
+    done = run_forked([*SHORT[1:], str(program), "3", "-m"], launching.clean_environment(), 60)
     assert done.returncode == 3, done.stderr
     assert done.stdout == f"['{program}', '3', '-m'] __main__ {program} 7 1 False\n"
     with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,4 @@
-"""Steps of hvd.DistributedOptimizer that aren't an average's: Adasum, closures, sums, several
-models, schedules.
-"""
+"""Steps of hvd.DistributedOptimizer that aren't an average's: Adasum, closures, sums, several models, schedules."""
 
 import itertools
 import warnings
@@ -97,9 +95,7 @@ def two_optimizers(ctx, nets):
 
 
 def several_models(ctx, nets):
-    """One optimizer over the parameters of several models, whose names collide; and what Horovod
-    asserts.
-    """
+    """One optimizer over the parameters of several models, whose names collide; and what Horovod asserts."""
     for named in (
         [net.named_parameters() for net in nets],
         {"first": nets[0].named_parameters(), "second": nets[1].named_parameters()},

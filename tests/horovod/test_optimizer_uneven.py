@@ -1,6 +1,4 @@
-"""hvd.DistributedOptimizer on ranks that differ: in used and sparse parameters, in steps, in
-process sets.
-"""
+"""hvd.DistributedOptimizer on ranks that differ: in used and sparse parameters, in steps, in process sets."""
 
 import copy
 import pickle
@@ -31,9 +29,7 @@ class Uneven(nn.Module):
 
 
 def mean_gradients(ctx, model, used, rows):
-    """What one process finds: the mean over all ranks of each one's gradient, None where none has
-    one.
-    """
+    """What one process finds: the mean over all ranks of each one's gradient, None where none has one."""
     alone = copy.deepcopy(model)
     alone.zero_grad()
     for rank in range(ctx.size):

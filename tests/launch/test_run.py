@@ -183,7 +183,7 @@ def test_a_port_in_use_is_told_in_a_line(tmp_path, monkeypatch, capsys):
 
 def test_ctrl_c_ends_all_ranks_quietly(tmp_path):
     path = script(tmp_path, f"Path({str(tmp_path)!r}, rank).write_text(str(os.getpid())); time.sleep(60)\n")
-    with started(([*RUN, "-n", "2", path], clean_environment())) as running:
+    with started((forked([*RUN, "-n", "2", path]), clean_environment())) as running:
         until, files = time.monotonic() + 40, [tmp_path / "0", tmp_path / "1"]
         while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < until:
             time.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def imported_by_cython(path: Path) -> set[tuple[str, ...]]:
     return {(name,) for name in names}
 
 
+@functools.cache
 def imported_by(path: Path) -> set[tuple[str, ...]]:
     found = imported_by_python(path) if path.suffix == ".py" else imported_by_cython(path)
     return {parts for parts in found if parts[0] in LAYER}

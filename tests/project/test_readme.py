@@ -1,13 +1,10 @@
 """What the README and the pages say is so: programs run, and the path of a call is taken."""
 
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 from tests.launching import free_port
+from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,10 +23,7 @@ PATH = (
 def run_alone(text):
     """Run a program as the only rank of a job, and return what it printed."""
     job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, **job, "COLLECTIVES_ENGINE": "host", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", text]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100)
+    done = run_python(text, timeout=100, COLLECTIVES_ENGINE="host", OMP_NUM_THREADS="1", **job)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

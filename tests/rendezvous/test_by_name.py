@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -65,7 +66,9 @@ def test_a_world_of_one_meets_nobody(host):
     assert (first.local_rank, first.local_size, first.peers[0].pid) == (0, 1, os.getpid())
 
 
-def test_several_machines_without_an_address(host):
+def test_several_machines_without_an_address(host, monkeypatch):
+    for module in ("mpi4py", "mpi4py.MPI"):  # wherever they are installed
+        monkeypatch.setitem(sys.modules, module, None)
     for identity in (
         Identity(0, 4, 0, 2, "openmpi", job_key=b"job"),
         Identity(1, 2, None, None, "mpich", job_key=b"job"),

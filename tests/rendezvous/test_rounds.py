@@ -35,7 +35,9 @@ def test_too_few_come():
         make_rounds(start=2, least=2).join(None, 0.2)
 
 
-def test_a_member_that_does_not_come_is_left_out_in_the_end():
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_member_that_does_not_come_is_left_out_in_the_end(is_reported):
+    """Or at once, where its launcher has reported its death."""
     rounds = make_rounds(most=8)
     absent = Member("another node|pid:[1]|7|99", None, None)
     before = Round(0, (absent, Member(this_process())), 1)
@@ -43,25 +45,10 @@ def test_a_member_that_does_not_come_is_left_out_in_the_end():
     for slot, member in enumerate(before.members):
         rounds.store.set(f"0/member/{slot}", json.dumps(vars(member)))
     rounds.store.set("0/closed", b"[0, 1]".hex())
-    joined = rounds.join(before, 0.3)
+    if is_reported:
+        rounds.report_death(absent.process)
+    joined = rounds.join(before, 1e6 if is_reported else 0.3)
     assert joined.size == 1 and joined.lost(before) == [0]
-    rounds = make_rounds(most=8)
-    rounds.store.add("0/count", 2)
-    for slot, member in enumerate(before.members):
-        rounds.store.set(f"0/member/{slot}", json.dumps(vars(member)))
-    rounds.store.set("0/closed", b"[0, 1]".hex())
-    rounds.report_death(absent.process)  # by its launcher: no wait
-    assert rounds.join(before, 1e6).size == 1
-
-
-@pytest.mark.parametrize(
-    "record", [b"", b"{}", b"[]", b"\xff", b'{"process": 3}', b'{"process": "a", "old": -1}', b"[" * 9999, b'{"x": 1}']
-)
-def test_a_strangers_record_is_left_out(record):
-    rounds = make_rounds()
-    rounds.store.add("0/count", 1)
-    rounds.store.set("0/member/0", record)
-    assert rounds.join(None, 5.0).size == 1
 
 
 def test_a_record_without_the_secret_is_left_out(monkeypatch):

@@ -42,19 +42,15 @@ def test_a_rank_with_another_secret_is_refused():
 
 
 def test_a_record_is_taken_for_its_purpose_alone(monkeypatch):
+    """And as it was sealed: tests/faults/test_fuzz.py."""
     assert seal(b"record", "a") == b"record" == unseal(b"record", "a")
     monkeypatch.setenv("COLLECTIVES_SECRET", SECRET)
     sealed = seal(b"record", "a")
     assert sealed != seal(b"record", "a")  # a nonce
     assert unseal(sealed, "a") == b"record"
-    for record, purpose in ((sealed, "b"), (b"record", "a"), (sealed[:-1], "a"), (sealed[:20], "a"), (b"", "a")):
+    for record, purpose in ((sealed, "b"), (b"record", "a"), (b"", "a")):
         with pytest.raises(TransportError):
             unseal(record, purpose)
-    for at in range(0, len(sealed), 7):
-        changed = bytearray(sealed)
-        changed[at] ^= 1
-        with pytest.raises(TransportError):
-            unseal(bytes(changed), "a")
     monkeypatch.delenv("COLLECTIVES_SECRET")
     with pytest.raises(TransportError, match="this process has none"):
         unseal(sealed, "a")
