@@ -242,4 +242,3 @@ def before_a_collective(ctx):
 
 def test_a_send_whose_receive_comes_too_late():
     assert "CollectiveTimeout" in run_ranks(before_a_collective, 2)
-

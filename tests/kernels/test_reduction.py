@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import functools
 import itertools
 import mmap
-import pickle
 from typing import NamedTuple
 
 import numpy as np
@@ -198,13 +196,6 @@ def test_buffers_beyond_the_caches(way, skip):
     assert all(each.guards_intact() for each in buffers)
 
 
-@pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
-def test_more_sources_than_any_launch_has_parameters(way):
-    with by(way):
-        check(Case("bfloat16", "float32", "sum", 1500, 777, statistics=True))
-        check(Case("int32", "int32", "sum", 1501, 5))
-
-
 @pytest.mark.parametrize("way", HOST + TEXT, ids=str)
 def test_every_pair_of_floating_types(way):
     """One source: a copy with scale and cast. Sums near a tie of the narrower type are rounded once, not twice."""
@@ -212,45 +203,6 @@ def test_every_pair_of_floating_types(way):
         for source, out in itertools.product(FLOATS, FLOATS):
             check(Case(source, out, "sum", 1, 4099, 0.7, statistics=True))
             check(Case(source, out, "sum", 2, 4099))
-
-
-@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8e4m3", "float8e5m2"])
-def test_fp64_is_rounded_once(way, name):
-    """Values next to the midpoint of two neighbours, where rounding by way of fp32 goes wrong."""
-    values, middles = oracle._rounding(DTYPES[name])
-    middles = np.concatenate([middles, values])
-    close = np.concatenate([middles, np.nextafter(middles, np.inf), np.nextafter(middles, 0.0)])
-    close = np.concatenate([close, -close, [np.inf, -np.inf, np.nan, 1e300, 2.0**-1074]])
-    out = torch.empty(len(close), dtype=TORCH[name])
-    with by(way):
-        reduce_n([close], out)
-    got = out.view(torch.uint8 if DTYPES[name].itemsize == 1 else torch.uint16).numpy()
-    assert oracle.same(DTYPES[name], got, oracle.encode(DTYPES[name], close)).all()
-
-
-@pytest.mark.parametrize("name", FLOATS)
-def test_error_bounds(name):
-    """As the docstring states them, against float64, before the last rounding: the result is as wide as the sums."""
-    dtype, rng = DTYPES[name], np.random.default_rng(5)
-    # Of many magnitudes, as far as the type goes, so that terms cancel and small ones are lost.
-    reach = np.log10(float(torch.finfo(TORCH[name]).max)) / 3
-    for n, op, factor in itertools.product((2, 7, 40), ("sum", "avg"), (1.0, 0.7, -1 / 3)):
-        spread = 10 ** rng.uniform(-min(reach, 8), min(reach, 8), (n, 5000)) if n != 7 else 1
-        bits = list(oracle.encode(dtype, rng.standard_normal((n, 5000)) * spread))
-        values = [oracle.decode(dtype, each).astype(np.float64) for each in bits]
-        exact = np.sum(np.array(values, dtype=np.longdouble), axis=0) / (n if op == "avg" else 1)
-        sizes = np.sum(np.abs(values), axis=0) / (n if op == "avg" else 1)
-        wide = "float64" if name == "float64" else "float32"
-        unit = 2.0**-53 if wide == "float64" else 2.0**-24
-        # The scale itself is rounded to fp32 and is a part of what is asked for; its product adds one rounding.
-        factor = factor if wide == "float64" else float(np.float32(factor))
-        bound = unit * ((n - 1) * sizes * 1.001 + ((op == "avg") + (factor != 1)) * np.abs(exact)) * abs(factor)
-        result, found = torch.empty(5000, dtype=TORCH[wide]), Statistics()
-        arrays = [torch.from_numpy(each).view(TORCH[name]) for each in bits]
-        reduce_n(arrays, result, op=op, scale=factor, statistics=found)
-        assert (np.abs(result.double().numpy() - exact * factor) <= bound * 1.001 + 2.0**-149).all()
-        assert found.norm.item() == pytest.approx(result.double().norm().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
@@ -317,170 +269,46 @@ def ones(count=8, dtype=torch.float32):
     return torch.ones(count, dtype=dtype)
 
 
-SHARED = ones(32)
+SHARED, INT8, INT32 = ones(32), ones(dtype=torch.int8), ones(dtype=torch.int32)
 REFUSED = {
-    "empty list": (lambda: ([], ones()), {}, "there is no source: give at least one array"),
-    "no list": (lambda: (1.0, ones()), {}, "the sources must come as a list of arrays, not as float"),
-    "none": (lambda: (None, ones()), {}, "the sources must come as a list of arrays, not as NoneType"),
-    "a tensor for a list": (lambda: (ones().view(2, 4), ones(4)), {}, "a list of arrays, not as Tensor"),
-    "sizes": (
-        lambda: ([ones(), ones(), ones(9)], ones()),
-        {},
-        "source 2 has 9 elements and source 0 has 8: use equal sizes",
-    ),
-    "dtypes": (
-        lambda: ([ones(), ones(dtype=torch.float16)], ones()),
-        {},
-        "source 1 is float16 and source 0 is float32",
-    ),
-    "bool": (lambda: ([ones(dtype=torch.bool)], ones()), {}, "can't reduce bool: reduce array.to"),
-    "int16": (lambda: ([ones(dtype=torch.int16)], ones(dtype=torch.int16)), {}, "can't reduce int16: convert it first"),
-    "complex": (
-        lambda: ([ones(dtype=torch.complex64)], ones()),
-        {},
-        "can't reduce complex64: reduce torch.view_as_real",
-    ),
-    "out's size": (lambda: ([ones()], ones(7)), {}, "out has 7 elements and source 0 has 8: use equal sizes"),
-    "out's dtype": (
-        lambda: ([ones()], ones(dtype=torch.int32)),
-        {},
-        "out is int32 and the sources are float32: use a floating dtype",
-    ),
-    "out complex": (
-        lambda: ([ones()], ones(dtype=torch.complex64)),
-        {},
-        "out is complex64 and the sources are float32",
-    ),
-    "out's integers": (
-        lambda: ([ones(dtype=torch.int32)], ones(dtype=torch.int64)),
-        {},
-        "out is int64 and the sources are int32: integers must",
-    ),
-    "out for integers": (
-        lambda: ([ones(dtype=torch.int32)], ones()),
-        {},
-        "out is float32 and the sources are int32: integers must",
-    ),
+    "empty list": ([], ones(), {}, "there is no source: give at least one array"),
+    "no list": (1.0, ones(), {}, "the sources must come as a list of arrays, not as float"),
+    "none": (None, ones(), {}, "the sources must come as a list of arrays, not as NoneType"),
+    "a tensor for a list": (ones().view(2, 4), ones(4), {}, "a list of arrays, not as Tensor"),
+    "sizes": ([ones(), ones(), ones(9)], ones(), {}, "source 2 has 9 elements and source 0 has 8: use equal sizes"),
+    "dtypes": ([ones(), ones().half()], ones(), {}, "source 1 is float16 and source 0 is float32"),
+    "bool": ([ones(dtype=torch.bool)], ones(), {}, "can't reduce bool: reduce array.to"),
+    "int16": ([ones(dtype=torch.int16)], ones(), {}, "can't reduce int16: convert it first"),
+    "complex": ([ones(dtype=torch.complex64)], ones(), {}, "can't reduce complex64: reduce torch.view_as_real"),
+    "out's size": ([ones()], ones(7), {}, "out has 7 elements and source 0 has 8: use equal sizes"),
+    "out's dtype": ([ones()], INT32, {}, "out is int32 and the sources are float32: use a floating dtype"),
+    "out complex": ([ones()], ones(dtype=torch.complex64), {}, "out is complex64 and the sources are float32"),
+    "out's integers": ([INT32], INT32.long(), {}, "out is int64 and the sources are int32: integers must"),
+    "out for integers": ([INT32], ones(), {}, "out is float32 and the sources are int32: integers must"),
     "out overlaps": (
-        lambda: ([ones(), SHARED[:8], SHARED[9:17]], SHARED[8:16]),
-        {},
+        [ones(), SHARED[:8], SHARED[9:17]], SHARED[8:16], {},
         "out overlaps source 2: it may be one of the sources as a whole",
     ),
-    "out overlaps from below": (lambda: ([SHARED[8:16], ones()], SHARED[15:23]), {}, "out overlaps source 0"),
-    "out wider than its source": (
-        lambda: ([ones(), SHARED.view(torch.bfloat16)[:8]][1:], SHARED[:8]),
-        {},
-        "out overlaps source 0",
-    ),
-    "op": (
-        lambda: ([ones()], ones()),
-        {"op": "mean"},
-        "op must be one of 'sum', 'prod', 'max', 'min', 'avg', not 'mean'",
-    ),
-    "op of another kind": (lambda: ([ones()], ones()), {"op": ["sum"]}, "op must be one of"),
-    "scale of integers": (
-        lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)),
-        {"scale": 0.5},
-        "a scale is for floating types",
-    ),
-    "tensor for integers": (
-        lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)),
-        {"scale": ones(1)},
-        "a scale is for floating types",
-    ),
-    "scale nan": (lambda: ([ones()], ones()), {"scale": float("nan")}, "the scale must be finite, not nan"),
-    "scale huge": (lambda: ([ones()], ones()), {"scale": 10**400}, "the scale must be finite"),
-    "scale past fp32": (lambda: ([ones()], ones()), {"scale": 1e39}, "the scale 1e\\+39 is infinite in fp32"),
-    "scale text": (
-        lambda: ([ones()], ones()),
-        {"scale": "2"},
-        "the scale must be a number or an fp32 tensor of one element, not str",
-    ),
-    "scale bool": (lambda: ([ones()], ones()), {"scale": True}, "the scale must be a number .*, not bool"),
-    "scale's size": (lambda: ([ones()], ones()), {"scale": ones(2)}, "the scale has 2 elements of float32"),
-    "scale's dtype": (
-        lambda: ([ones()], ones()),
-        {"scale": ones(1, torch.float64)},
-        "the scale has 1 elements of float64",
-    ),
-    "scale in out": (
-        lambda: ([ones()], SHARED[:8]),
-        {"scale": SHARED[3:4]},
-        "the scale lies inside of out: use a copy",
-    ),
+    "out overlaps from below": ([SHARED[8:16], ones()], SHARED[15:23], {}, "out overlaps source 0"),
+    "out wider than its source": ([SHARED.view(torch.bfloat16)[:8]], SHARED[:8], {}, "out overlaps source 0"),
+    "op": ([ones()], ones(), {"op": "mean"}, "op must be one of 'sum', 'prod', 'max', 'min', 'avg', not 'mean'"),
+    "op of another kind": ([ones()], ones(), {"op": ["sum"]}, "op must be one of"),
+    "scale of integers": ([INT8], INT8.clone(), {"scale": 0.5}, "a scale is for floating types"),
+    "tensor for integers": ([INT8], INT8.clone(), {"scale": ones(1)}, "a scale is for floating types"),
     "statistics of integers": (
-        lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)),
-        {"statistics": Statistics()},
+        [INT8], INT8.clone(), {"statistics": Statistics()},
         "statistics are for floating types, and the sources are int8",
     ),
-    "statistics elsewhere": (
-        lambda: ([ones()], ones()),
-        {"statistics": Statistics("meta")},
-        "the statistics are on meta, the arrays on cpu",
-    ),
-    "no statistics": (lambda: ([ones()], ones()), {"statistics": True}, "statistics must be a Statistics, not bool"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
-    arrays, options, message = REFUSED[name]
-    sources, out = arrays()
-    before = out.clone() if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() >= out.nbytes else None
+    sources, out, options, message = REFUSED[name]
+    before = out.clone()
     with pytest.raises(InvalidArgument, match=message) as caught:
         reduce_n(sources, out, **options)
-    assert caught.value.op == "reduce_n"
-    if before is not None:
-        assert torch.equal(out, before)
-
-
-def test_a_table_whose_sources_were_freed():
-    sources = [ones(1000) for _ in range(3)]
-    table, other = Sources(sources), ones(1000)
-    sources[1].untyped_storage().resize_(0)
-    with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory since this table was made"):
-        reduce_n(table, ones(1000))
-    sources[1].data = other
-    with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory"):
-        reduce_n(table, ones(1000))
-
-
-def test_a_table_whose_sources_were_changed():
-    def numpy_resized(array):
-        array.resize(4, refcheck=False)
-
-    def transposed(tensor):
-        tensor.t_()
-
-    def shorter(tensor):
-        tensor.resize_(1, 3)
-
-    for make, change in (
-        (lambda: np.ones((200, 300), np.float32), numpy_resized),
-        (lambda: torch.ones(2, 3), transposed),
-        (lambda: torch.ones(2, 3), shorter),
-    ):
-        changed, other = make(), make()
-        table, out = Sources([other, changed]), make()
-        change(changed)
-        with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory .* or its size or strides"):
-            reduce_n(table, out)
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
-def test_copies_of_tables(again):
-    other = again(Sources([np.full(1 << 16, 5, np.float32), ones(1 << 16)]))
-    other.arrays[0][:] = 1
-    out = torch.empty(1 << 16)
-    reduce_n(other, out)
-    assert (out == 2).all()
-
-
-def test_out_is_no_part_of_the_statistics():
-    found = Statistics()
-    for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)):
-        with pytest.raises(InvalidArgument, match="the statistics' .* lies inside of what is written"):
-            reduce_n([ones(1, torch.float64)], own, statistics=found)
+    assert caught.value.op == "reduce_n" and torch.equal(out, before)
 
 
 # ---- On a GPU: the same cases, the same bits.
@@ -501,16 +329,3 @@ def test_a_gpu_s_other_cases():
     for _ in range(3):
         reduce_n(table, out)
     assert (out == 44850).all()
-
-
-@pytest.mark.gpu
-def test_refusals_that_need_a_gpu():
-    on_gpu = ones().cuda()
-    with pytest.raises(InvalidArgument, match="source 1 is on cuda:0, source 0 on cpu"):
-        reduce_n([ones(), on_gpu], ones())
-    with pytest.raises(InvalidArgument, match="out is on cpu, source 0 on cuda:0"):
-        reduce_n([on_gpu], ones())
-    with pytest.raises(InvalidArgument, match="the statistics are on cpu, the arrays on cuda:0"):
-        reduce_n([on_gpu], on_gpu, statistics=Statistics())
-    with pytest.raises(InvalidArgument, match="the scale is on cpu, source 0 on cuda:0"):
-        reduce_n([on_gpu], on_gpu, scale=ones(1))

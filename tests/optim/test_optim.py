@@ -271,10 +271,6 @@ def test_dtensors_step_by_their_local_parts():
         dist.destroy_process_group()
 
 
-
-
-
-
 def test_the_default_device_changes_nothing():
     for rule in ("SGD momentum", "AdamW"):
         params, twins = make(), make()
