@@ -129,23 +129,18 @@ class UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_byte * 128)]
 
 comm_t, buffer_t, stream_t, dtype_t, op_t = c_void_p, c_void_p, c_void_p, c_int, c_int
-window_t = c_void_p
 FUNCTIONS = {
     "ncclGetErrorString": (c_char_p, [c_int]),
     "ncclGetVersion": (c_int, [POINTER(c_int)]),
     "ncclGetUniqueId": (c_int, [POINTER(UniqueId)]),
     "ncclCommInitRank": (c_int, [POINTER(comm_t), c_int, UniqueId, c_int]),
     "ncclAllReduce": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, op_t, comm_t, stream_t]),
-    "ncclReduce": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, op_t, c_int, comm_t, stream_t]),
-    "ncclAllGather": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, comm_t, stream_t]),
-    "ncclReduceScatter": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, op_t, comm_t, stream_t]),
     "ncclSend": (c_int, [buffer_t, c_size_t, dtype_t, c_int, comm_t, stream_t]),
     "ncclRecv": (c_int, [buffer_t, c_size_t, dtype_t, c_int, comm_t, stream_t]),
-    "ncclBroadcast": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, c_int, comm_t, stream_t]),
     "ncclGroupStart": (c_int, []),
     "ncclGroupEnd": (c_int, []),
-    "ncclCommWindowRegister": (c_int, [comm_t, buffer_t, c_size_t, POINTER(window_t), c_int]),
-    "ncclCommWindowDeregister": (c_int, [comm_t, window_t]),
+    "ncclCommWindowRegister": (c_int, [comm_t, buffer_t, c_size_t, POINTER(c_void_p), c_int]),
+    "ncclCommWindowDeregister": (c_int, [comm_t, c_void_p]),
     "ncclCommInitAll": (c_int, [POINTER(comm_t), c_int, POINTER(c_int)]),
     "ncclCommCuDevice": (c_int, [comm_t, POINTER(c_int)]),
     "ncclCommFinalize": (c_int, [comm_t]),
@@ -170,22 +165,12 @@ else:
     ctypes.memmove(byref(unique_id), bytes.fromhex(sys.argv[3]), 128)
 comm = comm_t()
 check(library.ncclCommInitRank(byref(comm), size, unique_id, rank))
-FLOAT, SUM, MAX, count = 7, 0, 2, 1001
+FLOAT, SUM, count = 7, 0, 1001
 array = ctypes.c_float * count
-mine, out, both = array(*[i + rank for i in range(count)]), array(), (ctypes.c_float * (size * count))()
+mine, out = array(*[i + rank for i in range(count)]), array()
 answer = dict(version=version.value)
 check(library.ncclAllReduce(mine, out, count, FLOAT, SUM, comm, None))
 answer["all_reduce"] = list(out)
-check(library.ncclReduce(mine, out, count, FLOAT, MAX, 0, comm, None))
-answer["reduce"] = list(out) if rank == 0 else None
-check(library.ncclBroadcast(mine, out, count, FLOAT, 1, comm, None))
-answer["broadcast"] = list(out)
-check(library.ncclBroadcast(mine, out, count, FLOAT, 0, comm, None))
-answer["bcast"] = list(out)
-check(library.ncclAllGather(mine, both, count, FLOAT, comm, None))
-answer["all_gather"] = list(both)
-check(library.ncclReduceScatter(both, out, count, FLOAT, SUM, comm, None))
-answer["reduce_scatter"] = list(out)
 check(library.ncclGroupStart())
 check(library.ncclSend(mine, count, FLOAT, 1 - rank, comm, None))
 check(library.ncclRecv(out, count, FLOAT, 1 - rank, comm, None))
@@ -216,8 +201,7 @@ print(json.dumps(answer))
 
 def test_a_ctypes_client():
     for rank, answer in enumerate(run_ranks(CTYPES, False, str(HOST_LIBRARY))):
-        for name, value in expected(rank).items():
-            assert answer[name] == value, f"{name} on rank {rank}"
+        assert all(answer[name] == expected(rank)[name] for name in ("all_reduce", "exchange")), rank
         assert answer["version"] >= 23200
         assert "invalid argument" in answer["error"]
         assert answer["in one process"] == [True, True] and answer["devices"] == [3, 5]

@@ -37,29 +37,38 @@ theirs.abort()
 print(json.dumps(answer))
 """
 
-SIGNAL = WAIT + AFTER
 END = """
 ours.abort()
 theirs.abort()
 print(json.dumps(answer))
 """
-
-
-def test_ctrl_c_ends_a_waiting_call():
-    answer = run_alone(SIGNAL.format(enable=True, handler="", signal="SIGINT"))
-    assert answer["raised"] == "KeyboardInterrupt"
-    assert 0.25 < answer["seconds"] < 10
-    assert answer["then"] in ("Aborted", "InvalidUsage") and "interrupted" in answer["then_text"]
-
-
-def test_what_a_handler_raises_comes_out_of_the_call():
-    handler = """
+ENOUGH = """
 class Enough(Exception): pass
 def enough(*_): raise Enough("that will do")
-signal.signal(signal.SIGUSR1, enough)
+signal.signal(signal.SIGTERM, enough)
 """
-    answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGUSR1"))
-    assert (answer["raised"], answer["text"]) == ("Enough", "that will do")
+TERM = "signal.signal(signal.SIGTERM, lambda *_: ours.{})"
+
+
+@pytest.mark.parametrize(
+    ("signal", "handler", "raised", "text", "then"),
+    [
+        ("SIGINT", "", "KeyboardInterrupt", "", "interrupted"),
+        ("SIGTERM", ENOUGH, "Enough", "that will do", "interrupted"),
+        ("SIGTERM", TERM.format("abort()"), "Aborted", "abort()", "communicator is closed"),
+        # Anything else would wait for the very call that the handler interrupts.
+        ("SIGTERM", TERM.format("destroy()"), "InvalidUsage", "can only abort", ""),
+        ("SIGTERM", TERM.format("split(0, 0)"), "InvalidUsage", "can only abort", ""),
+        ("SIGTERM", TERM.format("sequence()"), "InvalidUsage", "can only abort", ""),
+    ],
+    ids=["ctrl-c", "an exception", "abort", "destroy", "split", "sequence"],
+)
+def test_a_signal_ends_a_waiting_call(signal, handler, raised, text, then):
+    answer = run_alone((WAIT + AFTER).format(enable=True, handler=handler, signal=signal))
+    assert answer["raised"] == raised and text in answer["text"]
+    assert 0.25 < answer["seconds"] < 10
+    assert answer["then"] in ("Aborted", "InvalidUsage") and then in answer["then_text"]
+    assert answer["closed"] == (raised == "Aborted")
 
 
 def test_a_handler_that_raises_nothing_leaves_the_call_alone():
@@ -74,22 +83,6 @@ later(0.8, serve)
     answer = run_alone(code + 'answer["seen"] = seen' + END)
     assert answer["raised"] is None and answer["seen"] == ["recv"]
     assert answer["seconds"] > 0.7
-
-
-def test_abort_in_a_handler_ends_the_call_that_it_interrupts():
-    handler = "signal.signal(signal.SIGTERM, lambda *_: ours.abort())"
-    answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGTERM"))
-    assert answer["raised"] == "Aborted" and "abort()" in answer["text"]
-    assert answer["closed"] and answer["seconds"] < 10
-    assert answer["then"] == "InvalidUsage" and "communicator is closed" in answer["then_text"]
-
-
-@pytest.mark.parametrize("call", ["destroy()", "split(0, 0)", "sequence()"])
-def test_a_handler_can_do_nothing_else_with_that_communicator(call):
-    """It would wait for the very call that it interrupts."""
-    handler = f"signal.signal(signal.SIGTERM, lambda *_: ours.{call})"
-    answer = run_alone(SIGNAL.format(enable=True, handler=handler, signal="SIGTERM"))
-    assert answer["raised"] == "InvalidUsage" and "can only abort" in answer["text"]
 
 
 def test_signals_wait_where_the_check_is_off():
@@ -334,17 +327,3 @@ print(json.dumps(dict(caught=[[each.category.__name__, str(each.message)] for ea
     caught = run_alone(code)["caught"]
     assert [kind for kind, _ in caught] == ["ResourceWarning"] * 3
     assert sum("never destroyed" in text for _, text in caught) == 2
-
-
-def test_objects_are_not_made_by_hand():
-    code = """
-answer = {}
-for cls in (nccl.Comm, nccl.Queue):
-    try:
-        cls()
-    except TypeError as error:
-        answer[cls.__name__] = str(error)
-print(json.dumps(answer))
-"""
-    answer = run_alone(code)
-    assert "Library.comm_init_rank" in answer["Comm"] and "Library.queue_create" in answer["Queue"]

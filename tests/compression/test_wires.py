@@ -27,64 +27,65 @@ def same_bits(results):
 # ---- One wire by itself.
 
 
-def lossy(ctx, count, wires):
-    """Reduce one made-up bucket by each wire; also give the exact average and this rank's own values."""
-    comm = ctx.communicator()
-    own = torch.randn(count, generator=torch.Generator().manual_seed(7 + ctx.rank))
-    found = {}
-    for name in wires:
-        flat = own.clone()
-        grad_stats = torch.zeros(2, dtype=torch.float64)
-        bucket = Bucket(flat, [flat], [0], 0)
-        sent = Quantized(name).reduce(comm, bucket, Scaling(divisor=ctx.size), grad_stats=grad_stats)
-        comm.all_reduce(grad_stats)
-        found[name] = (flat, sent, grad_stats)
-    return own, found
+COUNTS = [0, 1, 5, 256 * 3 + 7, 300_001]
+
+
+def lossy(ctx):
+    """Reduce made-up buckets by each wire; by count give this rank's own values, and the averages by wire."""
+    comm, found = ctx.communicator(), []
+    for count in COUNTS:
+        own, by_wire = torch.randn(count, generator=torch.Generator().manual_seed(7 + ctx.rank)), {}
+        for name in WIRES:
+            flat = own.clone()
+            grad_stats = torch.zeros(2, dtype=torch.float64)
+            bucket = Bucket(flat, [flat], [0], 0)
+            sent = Quantized(name).reduce(comm, bucket, Scaling(divisor=ctx.size), grad_stats=grad_stats)
+            comm.all_reduce(grad_stats)
+            by_wire[name] = (flat, sent, grad_stats)
+        found.append((own, by_wire))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("count", [0, 1, 5, 256 * 3 + 7, 300_001])
-def test_values_are_within_two_roundings(ranks, count):
-    results = run(lossy, ranks, count, WIRES)
-    owns = torch.stack([own for own, _ in results]).double()
-    exact = owns.mean(0)
-    for name in WIRES:
-        flats = [found[name][0] for _, found in results]
-        assert all(torch.equal(flat, flats[0]) for flat in flats)
-        if not count:
-            continue
-        form = WIRE_FORMATS[name]
-        # A block's scale is at most that of the largest value.
-        scale = owns.abs().max() / form.limit if form.scaled else 1.0
-        one = form.relative * owns.abs().mean(0) + form.absolute * scale
-        both = 1.001 * (one + form.relative * (exact.abs() + one) + form.absolute * scale) + 1e-6
-        if ranks == 1:
-            assert torch.equal(flats[0], results[0][0])
-        assert ((flats[0] - exact).abs() <= both).all()
-        grad_stats = results[0][1][name][2]
-        assert grad_stats[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
-        assert grad_stats[1] == 0
-        if count > 1000 and ranks > 1:
-            fp32 = 2 * (ranks - 1) * 4 * count / ranks
-            ratio = results[0][1][name][1] / fp32
-            assert 0.49 < ratio < 0.51 if form.itemsize == 2 else 0.25 < ratio < 0.27
+def test_values_are_within_two_roundings(ranks):
+    for count, *results in zip(COUNTS, *run(lossy, ranks), strict=True):
+        owns = torch.stack([own for own, _ in results]).double()
+        exact = owns.mean(0)
+        for name in WIRES:
+            flats = [found[name][0] for _, found in results]
+            assert all(torch.equal(flat, flats[0]) for flat in flats)
+            if not count:
+                continue
+            form = WIRE_FORMATS[name]
+            # A block's scale is at most that of the largest value.
+            scale = owns.abs().max() / form.limit if form.scaled else 1.0
+            one = form.relative * owns.abs().mean(0) + form.absolute * scale
+            both = 1.001 * (one + form.relative * (exact.abs() + one) + form.absolute * scale) + 1e-6
+            if ranks == 1:
+                assert torch.equal(flats[0], results[0][0])
+            assert ((flats[0] - exact).abs() <= both).all()
+            grad_stats = results[0][1][name][2]
+            assert grad_stats[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
+            assert grad_stats[1] == 0
+            if count > 1000 and ranks > 1:
+                fp32 = 2 * (ranks - 1) * 4 * count / ranks
+                ratio = results[0][1][name][1] / fp32
+                assert 0.49 < ratio < 0.51 if form.itemsize == 2 else 0.25 < ratio < 0.27
 
 
-@pytest.mark.parametrize("wire", ["int8", "bf16"])
-def test_a_value_that_is_not_finite_arrives_as_such_everywhere(wire):
-    for flat, grad_stats in run(with_infinity, 2, wire):
-        assert not flat[10].isfinite() and flat[600:].isfinite().all()
-        assert grad_stats[1] >= 1
+def with_infinity(ctx):
+    for wire in ("int8", "bf16"):
+        flat = torch.ones(1000)
+        if ctx.rank == 1:
+            flat[10] = math.inf
+        grad_stats, bucket = torch.zeros(2, dtype=torch.float64), Bucket(flat, [flat], [0], 0)
+        Quantized(wire).reduce(ctx.communicator(), bucket, Scaling(divisor=2), grad_stats=grad_stats)
+        ctx.communicator().all_reduce(grad_stats)
+        assert not flat[10].isfinite() and flat[600:].isfinite().all() and grad_stats[1] >= 1, wire
 
 
-def with_infinity(ctx, wire):
-    flat = torch.ones(1000)
-    if ctx.rank == 1:
-        flat[10] = math.inf
-    grad_stats = torch.zeros(2, dtype=torch.float64)
-    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Scaling(divisor=2), grad_stats=grad_stats)
-    ctx.communicator().all_reduce(grad_stats)
-    return flat, grad_stats
+def test_a_value_that_is_not_finite_arrives_as_such_everywhere():
+    run(with_infinity, 2)
 
 
 def fed_back(ctx, name, seed, factor):

@@ -16,7 +16,7 @@ from tests import oracle
 from tests.buffers import Guarded
 from tests.oracle import DTYPES, DType
 
-__all__ = ["COLLECTIVES", "REDUCTIONS", "Case", "Prepared", "PreMulOps", "is_refused_by_nccl", "run_cases", "sizes"]
+__all__ = ["COLLECTIVES", "REDUCTIONS", "Case", "Prepared", "PreMulOps", "run_cases", "run_group", "sizes"]
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -287,3 +287,19 @@ def run_cases(ctx, cases, comm=None, *, queue=None) -> list[str]:
             found += prepared.problems()
     premul.destroy()
     return found[:MAX_REPORTED]
+
+
+def run_group(ctx, comms, cases, order=None) -> list[str]:
+    """Run the cases in one group over ``comms`` (``case.comm`` says which), posted in ``order`` (their indices)."""
+    from tests.buffers import memory_of
+
+    memory, premul = memory_of(ctx.engine), PreMulOps(comms)
+    prepared = [Prepared(case, comms[case.comm], memory, premul, ctx.engine == "host") for case in cases]
+    ctx.library.group_start()
+    for i in order or range(len(prepared)):
+        prepared[i].issue()
+    ctx.library.group_end()
+    memory.synchronize()
+    found = [text for p in prepared for text in p.problems()]
+    premul.destroy()
+    return found

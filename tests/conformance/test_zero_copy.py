@@ -8,7 +8,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from collectives import _nccl
 from collectives.errors import InvalidArgument, InvalidUsage
 from tests.conformance.worlds import check
 from tests.ranks import run_ranks
@@ -17,16 +19,12 @@ SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
 def filled(rank, count, dtype, seed):
-    import torch
-
     numbers = np.random.default_rng(1000 * seed + rank).integers(-40, 40, count)
     return torch.from_numpy(numbers).to(dtype)
 
 
 def operations(comm, count, make, dtype, seed):
     """Call everything; `make(n)` allocates. Gives the results by name."""
-    import torch
-
     n, rank, results = comm.size, comm.rank, {}
 
     def given(elements):
@@ -85,8 +83,6 @@ def operations(comm, count, make, dtype, seed):
 
 
 def same_as_ordinary(ctx):
-    import torch
-
     comm, found = ctx.communicator(), []
     ways = {
         "shared": lambda n, dtype: comm.empty(n, dtype),
@@ -122,8 +118,6 @@ def test_same_as_ordinary_memory():
 
 def large(ctx):
     """Past the caches, in place and not, where stores go another way."""
-    import torch
-
     comm = ctx.communicator()
     count = 10 << 20
     a, b = comm.empty(count), comm.empty(count)
@@ -148,8 +142,6 @@ def test_past_the_caches():
 
 def registered(ctx):
     """Memory that the ranks share can be registered; it is used in place before, meanwhile and afterwards."""
-    import torch
-
     comm = ctx.communicator()
     library = comm.engine.library
     t = comm.empty(100_000)
@@ -195,8 +187,6 @@ def forked(ctx):
 
 def children_have_communicators_of_their_own(ctx):
     """A split's ranks know each other's memory, too, and memory outlives the communicator it came from."""
-    import torch
-
     comm = ctx.new_communicator()
     t = comm.empty(50_000)
     t.fill_(comm.rank)
@@ -229,10 +219,6 @@ def allocated_again_and_again(ctx):
 
 def casts(ctx):
     """The data is rounded once on the way in, summed in fp32, and not rounded again."""
-    import torch
-
-    from collectives import _nccl
-
     comm = ctx.communicator()
     codes = _nccl.DTYPES
     for wire in (torch.bfloat16, torch.float16, torch.float8_e5m2):
@@ -279,8 +265,6 @@ def test_places_are_used_again():
 
 def ordinary(ctx):
     """What the system says of ordinary memory, before and after many calls: none of it is replaced."""
-    import torch
-
     comm = ctx.communicator()
     tensor, array = torch.ones(8 << 20), np.ones(8 << 20, np.float32)
     own = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
