@@ -11,13 +11,10 @@ from tests.abi.alone import run_alone
 
 # Rank 0 waits for what rank 1 does not send, and a signal arrives.
 WAIT = """
-library = nccl.Library(HOST)
-library.set_interrupt_check({enable})
-ours, theirs = pair(library)
+ours, theirs, buffer = waiting_pair({enable})
 {handler}
 later(0.3, os.kill, os.getpid(), signal.{signal})
-start, answer = time.monotonic(), dict()
-buffer = library.mem_alloc(4096)
+start = time.monotonic()
 try:
     ours.recv(buffer, 16, FLOAT32, 1)
     answer["raised"] = None
@@ -34,13 +31,11 @@ except errors.CollectivesError as error:
 if ours.handle:
     ours.abort()
 theirs.abort()
-print(json.dumps(answer))
 """
 
 END = """
 ours.abort()
 theirs.abort()
-print(json.dumps(answer))
 """
 ENOUGH = """
 class Enough(Exception): pass
@@ -97,10 +92,7 @@ later(0.9, lambda: theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0))
 
 def test_ctrl_c_ends_the_wait_for_a_group():
     code = """
-library = nccl.Library(HOST)
-library.set_interrupt_check(True)
-ours, theirs = pair(library)
-buffer, answer = library.mem_alloc(4096), {}
+ours, theirs, buffer = waiting_pair()
 signal.signal(signal.SIGTERM, lambda *_: ours.abort())
 later(0.3, os.kill, os.getpid(), signal.SIGTERM)
 library.group_start()
@@ -110,7 +102,6 @@ try:
 except errors.Aborted as error:
     answer.update(op=error.op, closed=ours.handle == 0)
 theirs.abort()
-print(json.dumps(answer))
 """
     answer = run_alone(code)
     assert answer["op"] == "group_end" and answer["closed"]
@@ -118,23 +109,19 @@ print(json.dumps(answer))
 
 def test_ctrl_c_ends_the_wait_for_other_ranks_at_init():
     code = """
-library = nccl.Library(HOST)
 library.set_interrupt_check(True)
 later(0.3, os.kill, os.getpid(), signal.SIGINT)
-answer = {}
 try:
     library.comm_init_rank(2, library.get_unique_id(), 0)
 except KeyboardInterrupt:
     answer["interrupted"] = True
-print(json.dumps(answer))
 """
     assert run_alone(code)["interrupted"]
 
 
 def test_abort_from_another_thread():
     code = """
-library = nccl.Library(HOST)
-answer = {"raised": []}
+answer["raised"] = []
 for _ in range(20):
     ours, theirs = pair(library)
     buffer = library.mem_alloc(4096)
@@ -149,7 +136,6 @@ for _ in range(20):
     theirs.abort()
     library.mem_free(buffer)
 answer["left"] = library.memory_in_use()
-print(json.dumps(answer))
 """
     answer = run_alone(code)
     assert len(answer["raised"]) == 20
@@ -162,7 +148,6 @@ print(json.dumps(answer))
 def test_many_threads_call_while_one_aborts():
     """The handle is taken under the GIL and used outside it: no call may reach a communicator that is gone."""
     code = """
-library = nccl.Library(HOST)
 ended = []
 def caller(comm):
     try:
@@ -177,7 +162,7 @@ for _ in range(30):
     time.sleep(0.01)
     comm.abort()
     [each.join() for each in threads]
-print(json.dumps(dict(ended=sorted(set(ended)), count=len(ended), left=library.memory_in_use())))
+answer.update(ended=sorted(set(ended)), count=len(ended), left=library.memory_in_use())
 """
     answer = run_alone(code)
     assert answer["count"] == 120 and set(answer["ended"]) <= {"InvalidUsage", "Aborted"}
@@ -186,9 +171,7 @@ print(json.dumps(dict(ended=sorted(set(ended)), count=len(ended), left=library.m
 
 def test_destroy_waits_for_the_calls_of_other_threads():
     code = """
-library = nccl.Library(HOST)
-ours, theirs = pair(library)
-buffer, answer = library.mem_alloc(4096), {}
+ours, theirs, buffer = waiting_pair()
 def receive():
     ours.recv(buffer, 16, FLOAT32, 1)
     answer["received"] = True
@@ -201,7 +184,6 @@ ours.destroy()
 answer["seconds"] = time.monotonic() - start
 receiver.join()
 theirs.destroy()
-print(json.dumps(answer))
 """
     answer = run_alone(code)
     assert answer["received"] and 0.2 < answer["seconds"] < 10
@@ -209,9 +191,7 @@ print(json.dumps(answer))
 
 def test_ctrl_c_while_destroy_waits_keeps_the_communicator():
     code = """
-library = nccl.Library(HOST)
-ours, theirs = pair(library)
-buffer, answer = library.mem_alloc(4096), {}
+ours, theirs, buffer = waiting_pair()
 receiver = threading.Thread(target=lambda: ours.recv(buffer, 16, FLOAT32, 1))
 receiver.start()
 time.sleep(0.2)
@@ -224,14 +204,12 @@ theirs.send(library.mem_alloc(4096), 16, FLOAT32, 0)
 receiver.join()
 ours.destroy()
 theirs.destroy()
-print(json.dumps(answer))
 """
     assert run_alone(code)["open"]
 
 
 def test_a_forked_child_is_refused():
     code = """
-library = nccl.Library(HOST)
 comm, queue = library.comm_init_rank(1, library.get_unique_id(), 0), library.queue_create()
 reading, writing = os.pipe()
 if os.fork() == 0:
@@ -250,12 +228,11 @@ if os.fork() == 0:
     os._exit(0)
 os.close(writing)
 with os.fdopen(reading) as child:
-    answer = dict(child=json.load(child))
+    answer["child"] = json.load(child)
 os.wait()
 comm.all_reduce(0, 0, 0, FLOAT32, SUM)
 comm.destroy()
 queue.close()
-print(json.dumps(answer))
 """
     answer = run_alone(code)
     assert len(answer["child"]) == 5
@@ -265,8 +242,7 @@ print(json.dumps(answer))
 
 def test_queues():
     code = """
-library = nccl.Library(HOST)
-queue, answer = library.queue_create(), {}
+queue = library.queue_create()
 gate, ran = threading.Event(), []
 answer["empty"] = [queue.record(), queue.wait(0), queue.done(0)]
 queue.call(gate.wait)
@@ -300,7 +276,6 @@ try:
     queue.record()
 except errors.InvalidUsage as error:
     answer["closed"] = str(error)
-print(json.dumps(answer))
 """
     answer = run_alone(code)
     assert answer["empty"] == [0, True, True]
@@ -315,14 +290,13 @@ print(json.dumps(answer))
 def test_what_is_left_open_is_said_once_and_never_waited_for():
     code = """
 import gc, warnings
-library = nccl.Library(HOST)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     ours, theirs = pair(library)
     queue = library.queue_create()
     del ours, theirs, queue
     gc.collect()
-print(json.dumps(dict(caught=[[each.category.__name__, str(each.message)] for each in caught])))
+answer["caught"] = [[each.category.__name__, str(each.message)] for each in caught]
 """
     caught = run_alone(code)["caught"]
     assert [kind for kind, _ in caught] == ["ResourceWarning"] * 3

@@ -47,8 +47,8 @@ unique_id = library.get_unique_id()
 try:
     {call}
 except Exception as error:
-    print(json.dumps(dict(kind=type(error).__name__, text=str(error), code=error.code, op=error.op, rank=error.rank,
-                          detail=error.detail)))
+    answer.update(kind=type(error).__name__, text=str(error), code=error.code, op=error.op, rank=error.rank,
+                  detail=error.detail)
 """
 )
 
@@ -131,7 +131,7 @@ words = (ctypes.c_float * 4).from_address(memory)
 words[:] = [1, 2, 3, 4]
 out = (ctypes.c_float * 4)()
 comm.all_reduce(memory, ctypes.addressof(out), 4, nccl.DTYPES["float32"], nccl.OPS["sum"])
-answer = dict(sum=list(out), is_host=[host.is_host, real.is_host])
+answer.update(sum=list(out), is_host=[host.is_host, real.is_host])
 try:
     comm.all_reduce(memory, memory, 4, 99, 0)
 except Exception as error:
@@ -141,7 +141,6 @@ try:
 except Exception as error:
     answer["theirs"] = [type(error).__name__, error.detail]
 comm.destroy()
-print(json.dumps(answer))
 """
 )
 

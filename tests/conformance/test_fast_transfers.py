@@ -19,57 +19,6 @@ F32, I32, I64, SUM = 7, 2, 4, 0
 SIZES = (0, 1, 13, 128, 1025, 30_000, 70_000)  # int64: within a chunk of a channel, and beyond it
 
 
-def ring_in_turn(ctx, calls):
-    """Rings, pairs and sums in one order that the ranks draw; each rank sends and receives in its own way."""
-    comm, n, rank = ctx.comm(), ctx.size, ctx.rank
-    queue = ctx.library.queue_create()
-    draw = np.random.default_rng(5)  # on all ranks the same
-    ways = np.random.default_rng(rank).integers(0, 3, calls)  # this rank's own: 1 is a queue
-    room = {count: (np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)) for count in SIZES}
-    for i, way in enumerate(ways):
-        count, kind, step = int(draw.choice(SIZES)), int(draw.integers(0, 3)), int(draw.integers(1, n))
-        send, recv = room[count]
-        send[:], recv[:] = 1000 * rank + i, -1
-        a, b, stream = send.ctypes.data, recv.ctypes.data, queue.handle if way == 1 else 0
-        source, target = (rank - step) % n, (rank + step) % n
-        if kind == 0:  # the ranks of a pair take turns, with blocking calls
-            pair = sorted((i % n, (i + step) % n))
-            if rank in pair:
-                source = target = pair[1 - pair.index(rank)]
-                first, second = (comm.send, a), (comm.recv, b)
-                for call, at in ((first, second) if rank == pair[0] else (second, first)):
-                    call(at, count, I64, source, stream)
-        elif kind == 1:
-            ctx.library.group_start()
-            comm.send(a, count, I64, target, stream)
-            comm.recv(b, count, I64, source, stream)
-            ctx.library.group_end()
-        else:  # two messages for one peer, and one to oneself
-            own = np.full(3, -1)
-            ctx.library.group_start()
-            comm.send(a, count // 2, I64, target, stream)
-            comm.send(a, 3, I64, rank, stream)
-            comm.recv(b, count // 2, I64, source, stream)
-            comm.recv(own.ctypes.data, 3, I64, rank, stream)
-            comm.send(a + 8 * (count // 2), count - count // 2, I64, target, stream)
-            comm.recv(b + 8 * (count // 2), count - count // 2, I64, source, stream)
-            ctx.library.group_end()
-        if way == 1:
-            queue.wait(queue.record(), 60)
-        received = kind != 0 or rank in pair
-        want = 1000 * source + i if received else -1
-        assert (recv[:count] == want).all() and recv[count] == -1, (i, kind, way, count, recv[:4], want)
-        if i % 7 == 0:
-            comm.all_reduce(a, a, 1, I64, SUM)
-    queue.close()
-    return []
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_alone_queued_and_in_groups_in_turn(n):
-    check(ring_in_turn, "host", n, 500, chunk=None)
-
-
 def unlike(ctx, way):
     """Rank 0 sends, rank 1 receives something else: an error on both, nothing is written, and the next ones work."""
     comm, peer = ctx.comm(), 1 - ctx.rank

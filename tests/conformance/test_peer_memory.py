@@ -289,32 +289,6 @@ def huge_bytes(array):
     return found
 
 
-def in_huge_pages(ctx):
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: in malloc's heap, one behind the other
-    comm = ctx.new_communicator()
-    array = torch.arange(4 * COUNT, dtype=torch.float32)  # 16 MiB
-    other = torch.ones(4 * COUNT)  # behind it
-    block = (other.data_ptr() + (4 << 20)) >> 21 << 21
-    if libc.madvise(ctypes.c_void_p(block), ctypes.c_size_t(2 << 20), 25):  # MADV_COLLAPSE
-        return None
-    before = huge_bytes(array)
-    for _ in range(40):
-        comm.broadcast(array, 0)
-    same = torch.equal(array, torch.arange(4 * COUNT, dtype=torch.float32))
-    comm.close()
-    return same, huge_bytes(array) - before
-
-
-@pytest.mark.skipif("[never]" in _HUGE or not _HUGE, reason="no transparent huge pages here")
-def test_huge_pages_by_use():
-    found = run_ranks(in_huge_pages, 2, fresh=True)
-    if None in found:
-        pytest.skip("the system makes no huge page on demand")
-    for same, more in found:
-        assert same and more >= 4 << 20, found
-
-
 def sent_beside_a_fork(ctx, forks):
     """How much of the root's array comes into huge pages, where a forked process may have it, too."""
     comm = ctx.new_communicator()

@@ -44,11 +44,6 @@ def take_turns(ctx):
     return [] if np.allclose(x, want, rtol=1e-5) else [f"rank {ctx.rank}: got {x[:3]}, want {want[:3]}"]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_order_across_two_queues_and_the_null_stream(n):
-    check(take_turns, "host", n)
-
-
 def wait_runs_out(ctx):
     """A wait that runs out says False and leaves the operation in flight; it ends well when the peer comes."""
     comm, queue = ctx.comm(), ctx.library.queue_create()
@@ -76,11 +71,6 @@ def wait_runs_out(ctx):
     return []
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_wait_that_runs_out_leaves_the_operation_in_flight(n):
-    check(wait_runs_out, "host", n)
-
-
 def callbacks(ctx):
     """They run in order in the queue's thread; closing a queue runs what is in it to its end."""
     comm, queue = ctx.comm(), ctx.library.queue_create()
@@ -99,11 +89,6 @@ def callbacks(ctx):
     return []
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_callbacks_run_in_order_in_the_queues_thread(n):
-    check(callbacks, "host", n)
-
-
 def not_a_queue(ctx):
     comm = ctx.comm()
     p = Prepared(Case("all_reduce", "float32", 10), comm, memory_of("host"), PreMulOps([comm]), True)
@@ -118,33 +103,12 @@ def not_a_queue(ctx):
     return run_cases(ctx, [Case("all_reduce", "float32", 10)])
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_that_is_no_queue_is_refused(n):
-    check(not_a_queue, "host", n)
+PROGRAMS = [
+    (take_turns, 1), (take_turns, 2), (take_turns, 3), (wait_runs_out, 2), (wait_runs_out, 3), (callbacks, 1),
+    (callbacks, 3), (not_a_queue, 1), (not_a_queue, 2),
+]  # fmt: skip
 
 
-def two_threads(ctx):
-    """Two threads, each with a communicator and a queue of its own, at the same time."""
-    comms = [ctx.new_comm(), ctx.new_comm()]
-    found = []
-
-    def work(k):
-        try:
-            queue = ctx.library.queue_create()
-            cases = [Case("all_reduce", "float32", 1 + i * 37, op="sum", seed=k + 1) for i in range(30)]
-            found.extend(run_cases(ctx, cases, comms[k], queue=queue if k else None))
-            queue.close()
-        except Exception as error:
-            found.append(repr(error))
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_two_threads_with_a_communicator_each(n):
-    check(two_threads, "host", n)
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_queues(program, n):
+    check(program, "host", n)

@@ -67,11 +67,6 @@ def wrong_arguments(ctx):
     return found + run_cases(ctx, [Case("all_reduce", "float32", 10)])
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_wrong_arguments(n):
-    check(wrong_arguments, "host", n)
-
-
 def bad_arguments_of_init(ctx):
     library = ctx.library
     good = library.get_unique_id()
@@ -87,10 +82,6 @@ def bad_arguments_of_init(ctx):
         "more ranks than there can be": lambda: library.comm_init_rank(1 << 20, good, 0),
     }
     return found + refused(calls, CollectivesError)
-
-
-def test_bad_arguments_of_init():
-    check(bad_arguments_of_init, "host", 1)
 
 
 def after_the_end(ctx):
@@ -111,11 +102,6 @@ def after_the_end(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_use_after_the_end_is_refused(n):
-    check(after_the_end, "host", n)
-
-
 def refused_variable(ctx, text):
     with pytest.raises(InvalidArgument, match=text):
         ctx.comm()
@@ -130,3 +116,13 @@ def refused_variable(ctx, text):
 )
 def test_variables_that_the_engine_does_not_take(name, value, text):
     run_ranks(refused_variable, 1, text, env={name: value})
+
+
+PROGRAMS = [
+    (wrong_arguments, 1), (wrong_arguments, 3), (bad_arguments_of_init, 1), (after_the_end, 1), (after_the_end, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_refusals(program, n):
+    check(program, "host", n)

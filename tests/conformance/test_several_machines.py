@@ -405,22 +405,6 @@ def test_the_level_between_nodes_runs_on_any_transport(ranks):
     run_ranks(between_nodes, ranks)
 
 
-def test_topologies():
-    even = Topology(((0, 1), (2, 3)), 3)
-    assert (even.node, even.local_rank, even.num_leaders, even.all_leaders, even.is_contiguous) == (1, 1, 2, True, True)
-    assert even.ranks_of_leader(0) == (1,) and even.shard_numel(100) == 48
-    assert [even.shard(100, leader) for leader in (0, 1)] == [(0, 48), (48, 52)]
-    uneven = Topology(group_ranks_by_node("abbab"), 4)
-    assert uneven.nodes == ((0, 3), (1, 2, 4)) and uneven.num_leaders == 2
-    assert not uneven.all_leaders and not uneven.is_leader
-    assert Topology(uneven.nodes, 1).ranks_of_leader(1) == (1, 4) and uneven.leader_of(4) == 0
-    three = Topology(((0,), (1,), (2,)), 0)
-    for count in (0, 1, 17, 1000):
-        chunks = [three.chunk(count, node) for node in range(3)]
-        assert chunks[0][0] == 0 and sum(length for _, length in chunks) == count
-        assert all(a + n == b for (a, n), (b, _) in zip(chunks, chunks[1:], strict=False))
-
-
 def test_a_host_id_stands_for_a_machine(monkeypatch):
     here = identify_node()
     monkeypatch.setenv("COLLECTIVES_HOST_ID", "one")

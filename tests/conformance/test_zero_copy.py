@@ -136,10 +136,6 @@ def large(ctx):
     assert torch.equal(b.view(comm.size, -1), a.view(comm.size, -1)[comm.rank].expand(comm.size, -1))
 
 
-def test_past_the_caches():
-    run_ranks(large, 2)
-
-
 def registered(ctx):
     """Memory that the ranks share can be registered; it is used in place before, meanwhile and afterwards."""
     comm = ctx.communicator()
@@ -241,26 +237,8 @@ def casts(ctx):
         comm._native.all_reduce_cast(t.data_ptr(), t.data_ptr(), 4, codes["float32"], codes["int8"], _nccl.OPS["sum"])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_cast_on_the_way(n):
-    run_ranks(casts, n)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_registered_memory(n):
-    run_ranks(registered, n)
-
-
 def test_forked_child():
     run_ranks(forked, 2, fresh=True)
-
-
-def test_other_communicators():
-    run_ranks(children_have_communicators_of_their_own, 3)
-
-
-def test_places_are_used_again():
-    run_ranks(allocated_again_and_again, 2)
 
 
 def ordinary(ctx):
@@ -323,5 +301,12 @@ def let_go_in_flight(ctx):
     comm.close()
 
 
-def test_memory_in_flight_stays_shared():
-    run_ranks(let_go_in_flight, 2)
+PROGRAMS = [
+    (large, 2), (casts, 1), (casts, 2), (casts, 3), (registered, 1), (registered, 2),
+    (children_have_communicators_of_their_own, 3), (allocated_again_and_again, 2), (let_go_in_flight, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_shared_memory(program, n):
+    run_ranks(program, n)

@@ -1,4 +1,4 @@
-"""sgd_step and adam_step: against torch.optim's foreach form, against float64, and all paths against each other."""
+"""sgd_step and adam_step: against float64, and all paths against each other. Against torch.optim: tests/optim."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATES = {
     "amsgrad": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
 
-# What torch.optim and the kernel functions are given.
+# What the kernel functions are given.
 RULES = {
     "sgd": dict(),
     "sgd decay": dict(weight_decay=0.1),
@@ -70,94 +70,14 @@ def step_ours(rule, param, grad, states, *, step, lr=LR, **more):
     else:
         largest = states[2] if how.pop("amsgrad", False) else None
         how.setdefault("weight_decay", 0.01 if rule.startswith("adamw") else 0.0)
-        kernels.adam_step(
-            param,
-            grad,
-            *states[:2],
-            max_exp_avg_sq=largest,
-            decoupled=rule.startswith("adamw"),
-            lr=lr,
-            step=step,
-            **how,
-            **more,
-        )
-
-
-def torch_optimizer(rule, param):
-    cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[rule.partition(" ")[0]]
-    return cls([param], lr=LR, foreach=True, **RULES[rule])
+        more |= {"max_exp_avg_sq": largest, "decoupled": rule.startswith("adamw"), "lr": lr, "step": step}
+        kernels.adam_step(param, grad, *states[:2], **how, **more)
 
 
 def same_bits(one, other):
     """Whether all bits are the same, or both are NaN."""
     as_bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     return bool(((one.view(as_bits) == other.view(as_bits)) | (one.isnan() & other.isnan())).all())
-
-
-def fused_multiply_add():
-    """Whether this torch rounds sums of products once, as ours do."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-
-
-# ---- torch.optim.
-def train(rule, dtype, steps, check):
-    """Let torch step; before each step give ours equal states, and compare."""
-    count = 5003
-    param = torch.nn.Parameter(values(count, dtype, 1))
-    optimizer = torch_optimizer(rule, param)
-    for step in range(1, steps + 1):
-        param.grad = values(count, dtype, 10 + step)
-        before = {key: value.clone() for key, value in optimizer.state[param].items() if value is not None}
-        ours = param.detach().clone()
-        names = {"momentum": "momentum_buffer"}
-        wanted = STATES[kind_of(rule)] if RULES[rule].get("momentum", 1) else ()
-        states = [before.get(names.get(key, key), torch.full_like(ours, 0 if "exp" in key else 7.0)) for key in wanted]
-        optimizer.step()
-        step_ours(rule, ours, param.grad, states, step=step)
-        after = [optimizer.state[param].get(names.get(key, key)) for key in wanted]
-        check(ours, param.detach(), [pair for pair in zip(states, after, strict=True) if pair[1] is not None])
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_within_two_ulps_of_torch(rule):
-    def check(ours, torchs, states):
-        largest = torch.maximum(torchs.abs(), torch.tensor(LR))
-        ulp = torch.nextafter(largest, torch.tensor(math.inf)) - largest
-        assert ((ours - torchs).abs() / ulp).max() <= 2
-        for mine, others in states:
-            torch.testing.assert_close(mine, others, rtol=1e-6, atol=0)
-
-    train(rule, F32, 12, check)
-
-
-@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("rule", RULES)
-def test_same_bits_as_torch_with_the_nearest_square_root(rule, dtype, monkeypatch):
-    """Torch's own (MKL's) is off by one unit here and there."""
-    if not fused_multiply_add():
-        pytest.skip("this torch rounds products before it adds them")
-    monkeypatch.setattr(torch, "_foreach_sqrt", lambda some: [torch.from_numpy(np.sqrt(each.numpy())) for each in some])
-
-    def check(ours, torchs, states):
-        assert same_bits(ours, torchs)
-        for mine, others in states:
-            assert same_bits(mine, others)
-
-    train(rule, dtype, 5, check)
-
-
-@pytest.mark.parametrize("step", [1, 1000, 10**6])
-def test_bias_corrections_of_late_steps(step):
-    param = torch.nn.Parameter(values(1000, F64, 1))
-    optimizer = torch_optimizer("adamw", param)
-    states = [values(1000, F64, 2), values(1000, F64, 3).abs()]
-    optimizer.state[param] = dict(zip(STATES["adam"], (each.clone() for each in states), strict=True))
-    optimizer.state[param]["step"] = torch.tensor(step - 1.0)
-    param.grad = values(1000, F64, 4)
-    ours = param.detach().clone()
-    optimizer.step()
-    step_ours("adamw", ours, param.grad, states, step=step)
-    torch.testing.assert_close(ours, param.detach(), rtol=1e-14, atol=1e-17)
 
 
 # ---- float64.
@@ -215,30 +135,32 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)
-@pytest.mark.parametrize("rule", ["sgd nesterov", "adam decay", "adamw amsgrad"])
-def test_against_float64(rule, param_type, grad_type, master):
-    a = make(rule, 9001, param_type, grad_type, master)
-    start = wide(a.get("master", a["param"]))
-    olds = [wide(each) for each in a["states"]]
-    p, states = in_float64(rule, start, a["grad"], olds, step=3, factor=0.125 * 0.75)
-    more = {"master": a["master"]} if master else {}
-    step_ours(rule, a["param"], a["grad"], a["states"], step=3, grad_scale=0.125, clip=0.75, **more)
-    unit = 2.0**-52 if param_type == F64 else 2.0**-23
-    for mine, before, exact in zip(a["states"], olds, states, strict=True):
-        # The terms of a sum may cancel, so the bound is on the larger of what comes in and what goes out.
-        room = np.abs(exact) + np.abs(before) + np.abs(exact - before)
-        assert (np.abs(wide(mine) - exact) <= 4 * unit * room).all()
-    stepped = a["master"] if master else a["param"]
-    if master:
-        assert torch.equal(a["param"], a["master"].to(param_type))  # torch rounds to nearest, ties to even
-    elif param_type in (BF16, F16):
-        unit = 2.0**-8 if param_type == BF16 else 2.0**-11
-    moved = np.abs(p - start)
-    least = 2.0**-14 if stepped.dtype == F16 else 0  # the units of fp16 are no smaller below it
-    # In fp64 the bias corrections count as well: the rounding of beta2^3 is 300 times as much of 1 - beta2^3.
-    room = 2 * np.maximum(np.abs(p), least) + (512 if param_type == F64 else 16) * moved
-    assert (np.abs(wide(stepped) - p) <= unit * room).all()
+@pytest.mark.parametrize("rule", RULES)
+def test_against_float64(rule):
+    """In a first step of SGD, and in an early and a late one of each."""
+    for number, (param_type, grad_type, master) in enumerate(TYPES):
+        step = (3, 1 if kind_of(rule) == "sgd" else 10**6)[number % 2]
+        a = make(rule, 9001, param_type, grad_type, master)
+        start = wide(a.get("master", a["param"]))
+        olds = [wide(each) for each in a["states"]]
+        p, states = in_float64(rule, start, a["grad"], olds, step=step, factor=0.125 * 0.75)
+        more = {"master": a["master"]} if master else {}
+        step_ours(rule, a["param"], a["grad"], a["states"], step=step, grad_scale=0.125, clip=0.75, **more)
+        unit = 2.0**-52 if param_type == F64 else 2.0**-23
+        for mine, before, exact in zip(a["states"], olds, states, strict=True):
+            # The terms of a sum may cancel, so the bound is on the larger of what comes in and what goes out.
+            room = np.abs(exact) + np.abs(before) + np.abs(exact - before)
+            assert (np.abs(wide(mine) - exact) <= 4 * unit * room).all(), (param_type, grad_type)
+        stepped = a["master"] if master else a["param"]
+        if master:
+            assert torch.equal(a["param"], a["master"].to(param_type))  # torch rounds to nearest, ties to even
+        elif param_type in (BF16, F16):
+            unit = 2.0**-8 if param_type == BF16 else 2.0**-11
+        moved = np.abs(p - start)
+        least = 2.0**-14 if stepped.dtype == F16 else 0  # the units of fp16 are no smaller below it
+        # In fp64 the bias corrections count as well: the rounding of beta2^3 is 300 times as much of 1 - beta2^3.
+        room = 2 * np.maximum(np.abs(p), least) + (512 if param_type == F64 else 16) * moved
+        assert (np.abs(wide(stepped) - p) <= unit * room).all(), (param_type, grad_type)
 
 
 # ---- All paths agree.
@@ -306,54 +228,34 @@ def guarded(tensor, offset):
     return zone, torch.from_numpy(bytes_).view(tensor.dtype)
 
 
+@pytest.mark.parametrize("rule", ["sgd nesterov", "adamw amsgrad"])
 @pytest.mark.parametrize("path", [*ISAS, *PATHS])
-@pytest.mark.parametrize("count", [0, 3, 4095, 4097, 33 * 4096 + 5])
-def test_sizes_and_unaligned_views(count, path):
-    if path.startswith("shim") and count > 5000 and not path.endswith("64 reverse"):
-        pytest.skip("slow, and no other tiles than at the other sizes")
-    rule, types = "adam amsgrad", (BF16, F16, True)
-    a = make(rule, count, *types)
-    expected = make(rule, count, *types)
-    step_ours(rule, expected["param"], expected["grad"], expected["states"], step=2, master=expected["master"])
-    zones = {}
-    for number, key in enumerate(["param", "grad", "master", 0, 1, 2]):
-        tensor = a["states"][key] if isinstance(key, int) else a[key]
-        zones[key] = guarded(tensor, (number + 1) * tensor.element_size() % 64)
-    views = {key: view for key, (_, view) in zones.items()}
-    states = [views[i] for i in range(3)]
-    call = functools.partial(step_ours, rule, views["param"], views["grad"], states, step=2, master=views["master"])
-    if count or not path.startswith("shim"):
-        on_path(path, call)
-    else:
-        call()
-    after = [views["param"], views["grad"], *states, views["master"]]
-    for mine, other in zip(after, snapshot(expected), strict=True):
-        assert same_bits(mine, other)
-    assert all(zone.guards_intact() for zone, _ in zones.values())
-
-
-@pytest.mark.parametrize("rule", ["sgd nesterov", "adamw"])
-@pytest.mark.parametrize("path", ["threads", "shim 3 64 reverse"])
-def test_many_tensors_in_one_launch(rule, path):
-    counts = [7, 0, 4096, 1, 12289, 0, 5000, 3]
-    types = [TYPES[i % len(TYPES)] for i in range(len(counts))]
-    alone = [make(rule, n, *t, seed=10 * i) for i, (n, t) in enumerate(zip(counts, types, strict=True))]
-    together = [make(rule, n, *t, seed=10 * i) for i, (n, t) in enumerate(zip(counts, types, strict=True))]
-    for a, step in zip(alone, range(1, 9), strict=True):
-        step_ours(rule, a["param"], a["grad"], a["states"], step=step, master=a.get("master"))
-    states = [[a["states"][i] for a in together] for i in range(len(together[0]["states"]))]
-    call = functools.partial(
-        step_ours,
-        rule,
-        [a["param"] for a in together],
-        [a["grad"] for a in together],
-        states,
-        step=list(range(1, 9)),
-        master=[a.get("master") for a in together],
+def test_unaligned_tensors_of_all_types_and_sizes_in_one_launch(path, rule):
+    """The bits of a call for each of them, with a step of its own; nothing is written beside them."""
+    counts = [7, 0, 4095, 1, 4097, 0, 8192, 3, 5000, 33 * 4096 + 5 if path in (*ISAS, "threads") else 12289]
+    alone, together = (
+        [make(rule, n, *t, seed=10 * i) for i, (n, t) in enumerate(zip(counts, TYPES, strict=True))] for _ in range(2)
     )
-    on_path(path, call)
-    for a, b in zip(alone, together, strict=True):
+    steps, zones = list(range(1, 1 + len(counts))), []
+    for a, step in zip(alone, steps, strict=True):
+        step_ours(rule, a["param"], a["grad"], a["states"], step=step, master=a.get("master"))
+
+    def placed(tensor):
+        zone, view = guarded(tensor, (len(zones) + 1) * tensor.element_size() % 64)
+        zones.append(zone)
+        return view
+
+    views = [
+        {key: [placed(e) for e in value] if key == "states" else placed(value) for key, value in a.items()}
+        for a in together
+    ]
+    states = [[a["states"][i] for a in views] for i in range(len(STATES[kind_of(rule)]))]
+    how = {"step": steps, "master": [a.get("master") for a in views]}
+    params, grads = ([a[key] for a in views] for key in ("param", "grad"))
+    on_path(path, functools.partial(step_ours, rule, params, grads, states, **how))
+    for a, b in zip(alone, views, strict=True):
         assert all(map(same_bits, snapshot(a), snapshot(b)))
+    assert all(zone.guards_intact() for zone in zones)
 
 
 # ---- Scalars.
