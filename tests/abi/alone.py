@@ -17,7 +17,7 @@ nccl = load_binding()
 errors = sys.modules["collectives.errors"]  # by import the package would load torch
 HOST = {str(HOST_LIBRARY)!r}
 FLOAT32, SUM = nccl.DTYPES["float32"], nccl.OPS["sum"]
-library, answer = nccl.Library(HOST), dict()
+answer = dict()
 
 def pair(library):
     "A communicator of two ranks, both of them in this process."
@@ -29,11 +29,6 @@ def pair(library):
     open_as(0)
     other.join()
     return comms
-
-def waiting_pair(check=True):
-    "Such a pair, and memory that a call of one of them can wait for. `check`: for signals, too."
-    library.set_interrupt_check(check)
-    return (*pair(library), library.mem_alloc(4096))
 
 def later(seconds, function, *arguments):
     threading.Timer(seconds, function, arguments).start()

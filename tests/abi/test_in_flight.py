@@ -7,7 +7,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.abi.alone import run_alone
+from tests.abi import alone
+
+SETUP = """
+library = nccl.Library(HOST)
+
+def waiting_pair(check=True):
+    "A communicator of two ranks, and memory that a call of one can wait for. `check`: for signals, too."
+    library.set_interrupt_check(check)
+    return (*pair(library), library.mem_alloc(4096))
+"""
+
+
+def run_alone(code: str) -> dict:
+    return alone.run_alone(SETUP + code)
+
 
 # Rank 0 waits for what rank 1 does not send, and a signal arrives.
 WAIT = """
