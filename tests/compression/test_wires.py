@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import collectives
@@ -122,11 +123,16 @@ def test_what_was_applied_and_what_is_kept_add_up(name, seed):
 
 
 @over_gloo
-def trained(ctx, options, steps=4, **how):
-    with mock.patch.dict(os.environ, {"COLLECTIVES_OVERLAP": how.pop("overlap", "0")}):
-        state = HookState(**options)
-        seen, params = train(wrap(make_model(), "torch", state, **how), steps, ctx.rank)
-        return [g for step in seen for g in step] + params, state.bytes_on_wire, state.stats(), repr(state)
+def trained(ctx, ways):
+    """Train in each way, (options of HookState, how it is used); give the values, the bytes sent, and what it says."""
+    found = []
+    for options, how in ways:
+        with mock.patch.dict(os.environ, {"COLLECTIVES_OVERLAP": how.get("overlap", "0")}):
+            state = HookState(**options)
+            ddp = wrap(make_model(), "torch", state, **{key: how[key] for key in how if key != "overlap"})
+            seen, params = train(ddp, 4, ctx.rank)
+        found.append(([g for step in seen for g in step] + params, state.bytes_on_wire, state.stats(), repr(state)))
+    return found
 
 
 def test_deterministic_bits_depend_on_no_bucket_no_stream_no_thread(tmp_path):
@@ -137,73 +143,70 @@ def test_deterministic_bits_depend_on_no_bucket_no_stream_no_thread(tmp_path):
         ({"deterministic": True, "algorithm": "direct"}, {"bucket_cap_mb": 25}),
         ({}, {"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, "overlap": "1"}),
     ]
-    found = [run(called, 3, tmp_path / str(i), *way)[0][0] for i, way in enumerate(ways)]
-    assert same_bits(found)
-    clipped = {"deterministic": True, "max_norm": 0.3}
-    caps = [run(called, 3, tmp_path / f"cap {cap}", clipped, {"bucket_cap_mb": cap})[0][0] for cap in (0.001, 25)]
-    assert same_bits(caps) and not same_bits([caps[0], found[0]])
+    caps = [({"deterministic": True, "max_norm": 0.3}, {"bucket_cap_mb": cap}) for cap in (0.001, 25)]
+    found = [values for values, *_ in run(trained, 3, tmp_path / "store", ways + caps)[0]]
+    assert same_bits(found[:5]) and same_bits(found[5:]) and not same_bits(found[4:6])
 
 
-def called(ctx, path, options, how):
-    return trained(ctx, path, options, **how)
+WIRED = [{"wire": "int8"}, {"wire": "bf16", "streams": 2}, {"wire": "fp16"}]
 
 
-@pytest.mark.parametrize("options", [{"wire": "int8"}, {"wire": "bf16", "streams": 2}, {"wire": "fp16"}])
-def test_compressed_training_is_close_and_equal_on_all_ranks(tmp_path, options):
-    ours = run(called, 2, tmp_path / "ours", options, {"overlap": "1"})
-    inline = run(called, 2, tmp_path / "inline", options, {})
-    exact = run(called, 2, tmp_path / "exact", {}, {})
-    assert same_bits([found[0] for found in (*ours, *inline)])
-    for a, b in zip(ours[0][0], exact[0][0], strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
-    ratio = ours[0][1] / exact[0][1]
-    # Buckets of a few blocks have much padding.
-    assert 0.5 <= ratio < 0.53 or (options["wire"] == "int8" and 0.25 <= ratio < 0.4)
-    assert ours[0][2]["bytes_on_wire"] == pytest.approx(4 * ours[0][1], rel=0.1)  # the first step has other buckets
-    assert ours[0][2]["ratio"] == pytest.approx(ratio, rel=0.1)
-    assert options["wire"] in ours[0][3]
+def test_compressed_training_is_close_and_equal_on_all_ranks(tmp_path):
+    ways = [({}, {}), *((options, {"overlap": "1"}) for options in WIRED), *((options, {}) for options in WIRED)]
+    results = run(trained, 2, tmp_path / "store", ways)
+    exact, sent, *_ = results[0][0]
+    for i, options in enumerate(WIRED, 1):
+        assert same_bits([found[at][0] for found in results for at in (i, i + len(WIRED))])
+        ours, nbytes, stats, text = results[0][i]
+        for a, b in zip(ours, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+        ratio = nbytes / sent
+        # Buckets of a few blocks have much padding.
+        assert 0.5 <= ratio < 0.53 or (options["wire"] == "int8" and 0.25 <= ratio < 0.4)
+        assert stats["bytes_on_wire"] == pytest.approx(4 * nbytes, rel=0.1)  # the first step has other buckets
+        assert stats["ratio"] == pytest.approx(ratio, rel=0.1)
+        assert options["wire"] in text
 
 
 # ---- Norm and statistics.
 
 
 @over_gloo
-def clipped(ctx, options, norm_type):
+def clipped(ctx, cases):
     """Our clipping, and torch's after plain DDP."""
-    state = HookState(max_norm=0.5, norm_type=norm_type, check_finite=True, **options)
-    ours, plain = wrap(make_model(), "torch", state), wrap(make_model(), "plain")
-    found = []
-    for step in range(3):
-        for ddp in (ours, plain):
-            ddp.zero_grad()
-            (loss_of(ddp, step, ctx.rank) * (0.05 if step == 1 else 1.0)).backward()
-        total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
-        assert state.nonfinite == 0
-        assert state.grad_norm == pytest.approx(total.item(), rel=1e-2 if "wire" in options else 1e-5)
-        found.append((total.item() > 0.5, [p.grad.clone() for p in ours.parameters()]))
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            tolerance = 0.03 if "wire" in options else 1e-6
-            torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
-    return found
+    for options, norm_type in cases:
+        state = HookState(max_norm=0.5, norm_type=norm_type, check_finite=True, **options)
+        ours, plain = wrap(make_model(), "torch", state), wrap(make_model(), "plain")
+        over = []
+        for step in range(3):
+            for ddp in (ours, plain):
+                ddp.zero_grad()
+                (loss_of(ddp, step, ctx.rank) * (0.05 if step == 1 else 1.0)).backward()
+            total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
+            assert state.nonfinite == 0
+            assert state.grad_norm == pytest.approx(total.item(), rel=1e-2 if "wire" in options else 1e-5)
+            over.append(total.item() > 0.5)
+            for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+                tolerance = 0.03 if "wire" in options else 1e-6
+                torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
+            mine = torch.cat([p.grad.flatten() for p in ours.parameters()])
+            other = mine.clone()
+            dist.broadcast(other, 0)
+            assert torch.equal(mine, other), "the ranks have other bits"
+        assert over in ([True, False, True], [True] * 3, [False] * 3)
 
 
 @pytest.mark.parametrize(
-    "ranks, options, norm_type",
+    ("ranks", "cases"),
     [
-        (2, {}, 2),
-        (3, {"streams": 2}, 2),
-        (2, {}, 1),
-        (2, {}, math.inf),
-        (2, {"wire": "int8"}, 2),
-        (2, {"wire": "bf16"}, 3),
-        (3, {"algorithm": "ring"}, 2),
-        (1, {}, 2),
+        (1, [({}, 2)]),
+        (2, [({}, 2), ({}, 1), ({}, math.inf), ({"wire": "int8"}, 2), ({"wire": "bf16"}, 3)]),
+        (3, [({"streams": 2}, 2), ({"algorithm": "ring"}, 2)]),
     ],
+    ids=["1", "2", "3"],
 )
-def test_clipping_is_that_of_torch(tmp_path, ranks, options, norm_type):
-    results = run(clipped, ranks, tmp_path / "store", options, norm_type)
-    assert [over for over, _ in results[0]] in ([True, False, True], [True] * 3, [False] * 3)
-    assert same_bits([[g for _, grads in found for g in grads] for found in results])
+def test_clipping_is_that_of_torch(tmp_path, ranks, cases):
+    run(clipped, ranks, tmp_path / "store", cases)
 
 
 @over_gloo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 
@@ -13,8 +12,7 @@ import torch
 from collectives import kernels
 from collectives.errors import InvalidArgument
 from tests.buffers import Guarded, memory_of
-from tests.kernels import shim
-from tests.kernels.ways import ISAS
+from tests.kernels.ways import HOSTS, TEXTS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 LR = 1e-3
@@ -39,13 +37,6 @@ RULES = {
     "adamw": dict(weight_decay=0.1),
     "adamw amsgrad": dict(amsgrad=True, maximize=True, betas=(0.95, 0.98)),
 }
-
-
-@pytest.fixture(autouse=True)
-def usual_paths():
-    yield
-    kernels.use_isa()
-    kernels.set_num_threads(None)
 
 
 def values(count, dtype, seed, spread=3.0):
@@ -169,26 +160,8 @@ def snapshot(a):
     return [each.clone() for each in tensors]
 
 
-PATHS = ["threads", "shim 1 256", "shim 3 64 reverse", "shim 2 48 1"]
-
-
-def on_path(path, call):
-    """Run a call by an instruction set, by two threads, or as the text of the CUDA kernel."""
-    if path in ISAS:
-        kernels.use_isa(path)
-        call()
-    elif path == "threads":
-        kernels.set_num_threads(2)
-        call()
-    else:
-        _, grid, block, *order = path.split()
-        order = order[0] if order else "forward"
-        order = int(order) if order.isdigit() else order
-        with shim.cuda_text(grid=int(grid), block=int(block), order=order) as ran:
-            call()
-        assert ran == ["coll_sgd"] or ran == ["coll_adam"]
-    kernels.use_isa()
-    kernels.set_num_threads(None)
+WAYS = [*HOSTS[::2], HOSTS[-1], *TEXTS[:3]]
+SOME = pytest.mark.parametrize("way", [HOSTS[0], HOSTS[-1], TEXTS[1]], ids=lambda way: way[0])
 
 
 def spoil(a):
@@ -204,20 +177,15 @@ def spoil(a):
 def test_all_paths_give_the_same_bits(rule, param_type, grad_type, master):
     seed = 77 if param_type == BF16 else None
 
-    def run(path):
+    expected = None
+    for name, way in WAYS:
         a = make(rule, 9001, param_type, grad_type, master)
         spoil(a)
         more = {"master": a["master"]} if master else {}
-        call = functools.partial(
-            step_ours, rule, a["param"], a["grad"], a["states"], step=3, clip=0.3, seed=seed, position=5, **more
-        )
-        on_path(path, call)
-        return snapshot(a)
-
-    expected = run("threads")
-    for path in [*ISAS, *PATHS[1:]]:
-        for mine, other in zip(run(path), expected, strict=True):
-            assert same_bits(mine, other), path
+        with way():
+            step_ours(rule, a["param"], a["grad"], a["states"], step=3, clip=0.3, seed=seed, position=5, **more)
+        expected = expected or snapshot(a)
+        assert all(map(same_bits, snapshot(a), expected)), name
 
 
 def guarded(tensor, offset):
@@ -228,11 +196,18 @@ def guarded(tensor, offset):
     return zone, torch.from_numpy(bytes_).view(tensor.dtype)
 
 
+def step_together(rule, arrays, **how):
+    """One launch for all."""
+    states = [[a["states"][i] for a in arrays] for i in range(len(arrays[0]["states"]))]
+    params, grads, masters = ([a.get(key) for a in arrays] for key in ("param", "grad", "master"))
+    step_ours(rule, params, grads, states, master=masters, **how)
+
+
 @pytest.mark.parametrize("rule", ["sgd nesterov", "adamw amsgrad"])
-@pytest.mark.parametrize("path", [*ISAS, *PATHS])
-def test_unaligned_tensors_of_all_types_and_sizes_in_one_launch(path, rule):
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+def test_unaligned_tensors_of_all_types_and_sizes_in_one_launch(way, rule):
     """The bits of a call for each of them, with a step of its own; nothing is written beside them."""
-    counts = [7, 0, 4095, 1, 4097, 0, 8192, 3, 5000, 33 * 4096 + 5 if path in (*ISAS, "threads") else 12289]
+    counts = [7, 0, 4095, 1, 4097, 0, 8192, 3, 5000, 33 * 4096 + 5 if way in HOSTS else 12289]
     alone, together = (
         [make(rule, n, *t, seed=10 * i) for i, (n, t) in enumerate(zip(counts, TYPES, strict=True))] for _ in range(2)
     )
@@ -249,19 +224,17 @@ def test_unaligned_tensors_of_all_types_and_sizes_in_one_launch(path, rule):
         {key: [placed(e) for e in value] if key == "states" else placed(value) for key, value in a.items()}
         for a in together
     ]
-    states = [[a["states"][i] for a in views] for i in range(len(STATES[kind_of(rule)]))]
-    how = {"step": steps, "master": [a.get("master") for a in views]}
-    params, grads = ([a[key] for a in views] for key in ("param", "grad"))
-    on_path(path, functools.partial(step_ours, rule, params, grads, states, **how))
+    with way[1]():
+        step_together(rule, views, step=steps)
     for a, b in zip(alone, views, strict=True):
         assert all(map(same_bits, snapshot(a), snapshot(b)))
     assert all(zone.guards_intact() for zone in zones)
 
 
 # ---- Scalars.
-@pytest.mark.parametrize("path", ["threads", "shim 3 64 reverse"])
+@SOME
 @pytest.mark.parametrize("rule", ["sgd dampening", "adamw"])
-def test_device_scalars_are_read_when_the_kernel_runs(rule, path):
+def test_device_scalars_are_read_when_the_kernel_runs(rule, way):
     host, device = make(rule, 5000), make(rule, 5000)
     numbers = dict(lr=0.25, grad_scale=0.5, clip=0.375)
     step_ours(rule, host["param"], host["grad"], host["states"], step=6, **numbers)
@@ -273,14 +246,14 @@ def test_device_scalars_are_read_when_the_kernel_runs(rule, path):
             "clip": torch.tensor([[0.375]]),
             "step": torch.tensor(6, dtype=types[2]),
         }
-        call = functools.partial(step_ours, rule, device["param"], device["grad"], device["states"], **tensors)
-        on_path(path, call)
+        with way[1]():
+            step_ours(rule, device["param"], device["grad"], device["states"], **tensors)
         assert all(map(same_bits, snapshot(host), snapshot(device)))
 
 
-@pytest.mark.parametrize("path", ["threads", "baseline", "shim 3 64 reverse"])
+@SOME
 @pytest.mark.parametrize("rule", ["sgd momentum", "adamw"])
-def test_a_step_is_left_out_where_something_is_not_finite(rule, path):
+def test_a_step_is_left_out_where_something_is_not_finite(rule, way):
     statistics = kernels.Statistics()
     statistics.nonfinite.fill_(3)
     tensors = [torch.tensor([2]), torch.tensor(1.0), torch.tensor(math.nan, dtype=F64)]
@@ -289,10 +262,8 @@ def test_a_step_is_left_out_where_something_is_not_finite(rule, path):
         before = snapshot(a)
         a["grad"][7] = math.inf
         before[1][7] = math.inf
-        call = functools.partial(
-            step_ours, rule, a["param"], a["grad"], a["states"], master=a["master"], step=1, found_nonfinite=found
-        )
-        on_path(path, call)
+        with way[1]():
+            step_ours(rule, a["param"], a["grad"], a["states"], master=a["master"], step=1, found_nonfinite=found)
         assert all(map(same_bits, snapshot(a), before))
     for found in (0, None, torch.tensor([0]), torch.tensor(0.0), kernels.Statistics()):
         a = make(rule, 5000)
@@ -349,12 +320,13 @@ def test_several_tensors_follow_each_other_or_have_their_own_positions():
         assert torch.equal(torch.cat(params), whole)
 
 
-@pytest.mark.parametrize("path", ["threads", "shim 3 64 reverse"])
-def test_only_bf16_is_rounded_at_random(path):
+@SOME
+def test_only_bf16_is_rounded_at_random(way):
     params = [torch.zeros(5000, dtype=dtype) for dtype in (F16, BF16, F32, F64)]
     masters = [torch.full((5000,), 1.0001), torch.full((5000,), 1.003), None, None]
     grads = [torch.zeros(5000), torch.zeros(5000), torch.full((5000,), -1.003), torch.full((5000,), -1.003)]
-    on_path(path, lambda: kernels.sgd_step(params, grads, master=masters, lr=1.0, seed=1))
+    with way[1]():
+        kernels.sgd_step(params, grads, master=masters, lr=1.0, seed=1)
     assert [len(param.unique()) for param in params] == [1, 2, 1, 1]
 
 
@@ -381,17 +353,8 @@ def test_gpu_has_the_bits_of_the_host(rule, param_type, grad_type, master):
             return torch.cat([tensor.new_zeros(1), tensor]).to(device)[1:]  # unaligned
 
         together = [{key: [there(e) for e in v] if key == "states" else there(v) for key, v in a.items()} for a in host]
-        step_ours(
-            rule,
-            [a["param"] for a in together],
-            [a["grad"] for a in together],
-            [[a["states"][i] for a in together] for i in range(len(together[0]["states"]))],
-            master=[a.get("master") for a in together],
-            step=torch.tensor(3, device=device),
-            lr=torch.tensor(LR, dtype=F64, device=device),
-            clip=torch.tensor([0.3], device=device),
-            seed=seed,
-        )
+        lr, clip = torch.tensor(LR, dtype=F64, device=device), torch.tensor([0.3], device=device)
+        step_together(rule, together, step=torch.tensor(3, device=device), lr=lr, clip=clip, seed=seed)
         return [each.cpu() for a in together for each in snapshot(a)]
 
     for mine, other in zip(run("cuda"), run("cpu"), strict=True):
