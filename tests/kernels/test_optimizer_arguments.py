@@ -51,7 +51,7 @@ NEGATED = torch.conj(torch.tensor([0.1j])).imag
 HALF = zeros(3, dtype=BF16)
 BAD = {
     "momentum 0 has no memory": lambda: sgd(zeros(8), zeros(8), [freed(2)], momentum_factor=0.5),
-    "master 0 begins at an address that is no multiple": lambda: sgd(HALF, zeros(3), master=ODD),
+    "master 0 begins at an address that is no multiple": lambda: sgd(HALF, zeros(3), master=[ODD]),
     "grad 1 has 4 elements and param 1 has 5": lambda: sgd(zeros(3, 5), zeros(3, 4)),
     "momentum 0 has 2 elements and param 0 has 3": lambda: sgd(zeros(3), zeros(3), zeros(2), momentum_factor=0.5),
     "there are 1 of grad and 2 of param": lambda: sgd(zeros(3, 5), zeros(3)),
