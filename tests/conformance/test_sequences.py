@@ -109,7 +109,8 @@ def communicators(ctx):
     """Kept for the life of these processes."""
     key = (ctx.size, tuple(ctx.pids), ctx.comm().chunk_bytes())
     if key not in _kept:
-        _kept[key] = [ctx.comm(), ctx.new_comm(), ctx.comm().split(ctx.rank % 2, -ctx.rank)]
+        second = ctx.library.comm_init_rank(ctx.size, ctx.unique_id(), ctx.rank)
+        _kept[key] = [ctx.comm(), second, ctx.comm().split(ctx.rank % 2, -ctx.rank)]
     return _kept[key]
 
 

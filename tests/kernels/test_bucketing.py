@@ -191,7 +191,7 @@ def test_a_scale_on_the_device(mode):
         flat = array("bfloat16", 5008)
         found = kernels.Statistics()
         kernels.pack(tensors_of(sources), flat.tensor, scale=given, statistics=found)
-        check_packed(sources, flat, (0, 5000), float(given), found)
+        check_packed(sources, flat, (0, 5000), torch.as_tensor(given).item(), found)
     scale.fill_(1.0)
     flat = array("float32", 5004)
     kernels.pack(tensors_of(sources), flat.tensor, scale=scale)

@@ -96,6 +96,19 @@ def test_state_dicts_travel_both_ways(rule, direction):
         assert [s["step"].item() for s in second.state.values()] == [6.0] * len(SHAPES)
 
 
+def test_late_steps():
+    """By the bias corrections of Adam."""
+    ours, theirs = make(dtype=F64), make(dtype=F64)
+    optimizers = optim.AdamW(ours), torch.optim.AdamW(theirs, foreach=True)
+    for step in range(3):
+        for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+            set_grads(params, step)
+            optimizer.step()
+            for param in params:
+                optimizer.state[param]["step"].fill_(10 ** (3 * (step + 1)))
+        assert_same(ours, theirs)
+
+
 def test_group_options_are_those_of_torch():
     for name in ("SGD", "Adam", "AdamW"):
         ours = set(getattr(optim, name)(make()).state_dict()["param_groups"][0])
