@@ -14,6 +14,7 @@ from tests.oracle import DTYPES, decode, encode, make
 
 from .bucket_cases import (
     FLOATS,
+    LANES,
     POISON,
     SCALE,
     SIZES,
@@ -227,6 +228,28 @@ def test_statistics_name_what_overflows(mode):
         kernels.pack([source.tensor], flat.tensor, statistics=found)
         assert found.nonfinite.item() == 5, to
         assert (~np.isfinite(decode(flat.dtype, flat.bits).astype(np.float64))).sum() == 5
+
+
+def touchy(count: int, seed: int) -> np.ndarray:
+    """Few values, of which the small ones' squares count only where they are added up before the large ones come."""
+    rng = np.random.default_rng(seed)
+    values = np.zeros(count, np.float32)
+    lane = rng.integers(0, min(LANES, count), 24)
+    where = lane[rng.integers(0, 24, 48)] + LANES * rng.integers(0, max(1, count // LANES), 48)
+    values[where[where < count]] = rng.choice([1e4, 1.75, -1.5, 3e3, 0.4], int((where < count).sum()))
+    return values
+
+
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float8e5m2", "float64"])
+def test_the_order_of_the_sums(mode, to):
+    """Any other order gives other sums for such values."""
+    for seed in range(8):
+        sources = [array("float32", touchy(count, seed)) for count in (3 * TILE, 2 * TILE + 700, 5000, 300, 5)]
+        table = kernels.Table(tensors_of(sources), FLOATS[to])
+        flat = array(to, table.total)
+        found = kernels.Statistics()
+        kernels.pack(table, flat.tensor, statistics=found)
+        check_packed(sources, flat, table.offsets, 1.0, found)
 
 
 def test_statistics_are_near_the_exact_norm(mode):

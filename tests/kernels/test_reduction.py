@@ -183,6 +183,21 @@ def test_every_pair_of_floating_types(way):
             check(Case(source, out, "sum", 2, 4099))
 
 
+@pytest.mark.parametrize("way", HOST + TEXTS[:3], ids=lambda way: way[0])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8e4m3", "float8e5m2"])
+def test_fp64_is_rounded_once(way, name):
+    """Values next to the midpoint of two neighbours, where rounding by way of fp32 goes wrong."""
+    values, middles = oracle._rounding(DTYPES[name])
+    middles = np.concatenate([middles, values])
+    close = np.concatenate([middles, np.nextafter(middles, np.inf), np.nextafter(middles, 0.0)])
+    close = np.concatenate([close, -close, [np.inf, -np.inf, np.nan, 1e300, 2.0**-1074]])
+    out = torch.empty(len(close), dtype=TORCH[name])
+    with way[1]():
+        reduce_n([close], out)
+    got = out.view(torch.uint8 if DTYPES[name].itemsize == 1 else torch.uint16).numpy()
+    assert oracle.same(DTYPES[name], got, oracle.encode(DTYPES[name], close)).all()
+
+
 @WAYS
 def test_numpy_arrays_and_tables_are_used_as_they_lie(way):
     sources = [np.arange(5, dtype=np.float32) * k for k in range(4)]
