@@ -101,13 +101,14 @@ def long_tables(ctx):
     count, side = most(abi.CastArgs, abi.TENSOR.itemsize) + 1, torch.cuda.Stream()
     tensors = [torch.full((4,), float(i), device="cuda") for i in range(count)]
     table, want = kernels.Table(tensors, torch.float32), torch.arange(float(count)).repeat_interleave(4)
-    flats = [torch.zeros(4 * count, device="cuda") for _ in range(6)]
+    flats = [torch.zeros(4 * count, device="cuda") for _ in range(7)]
     with steps(ctx):
-        for number, flat in enumerate(flats[:4]):
-            kernels.pack([each * 2 for each in tensors] if number % 2 else table, flat)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             statistics = kernels.Statistics("cuda")
+            kernels.pack(table, flats[6])  # the other stream doesn't wait for this copy of the rows
+        for number, flat in enumerate(flats[:4]):
+            kernels.pack([each * 2 for each in tensors] if number % 2 else table, flat)
         torch.cuda.current_stream().wait_stream(side)
         kernels.pack(table, flats[4], statistics=statistics)
         del statistics
