@@ -54,7 +54,7 @@ def number(pattern: str, text: str, default: int | None = None) -> int:
 
 def report(source: str, arch: str) -> str:
     """What ptxas says of a source: up to a minute, so it is kept for the next run, as the shim's objects are."""
-    key = repr((cuda.source_text(source), cuda.OPTIONS, cuda._nvrtc().getVersion()))
+    key = repr((cuda.source_text(source), cuda.OPTIONS, cuda._nvrtc()[1]))
     target = shim.KEPT / f"{source}.{arch}.{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
     with shim.made_once(target) as own:
         if own:
