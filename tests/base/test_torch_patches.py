@@ -9,29 +9,6 @@ import collectives  # noqa: F401
 from collectives import torch_patches
 
 
-class Base:
-    def inherited(self):
-        return "torch's"
-
-
-class Owner(Base):
-    def own(self):
-        return "torch's"
-
-
-def test_undo_restores_own_and_inherited_attributes():
-    before = dict(vars(Owner))
-    patches = [
-        torch_patches.patch_attribute(Owner, name, lambda self: "ours", "a test") for name in ("own", "inherited")
-    ]
-    assert Owner().own() == Owner().inherited() == "ours"
-    assert torch_patches.applied_patches()[-2:] == patches
-    for patch in reversed(patches):
-        torch_patches.undo_patch(patch)
-    assert dict(vars(Owner)) == before and Owner().own() == Owner().inherited() == "torch's"
-    assert not {id(patch) for patch in patches} & {id(patch) for patch in torch_patches.applied_patches()}
-
-
 def test_what_an_import_changes_is_listed_with_reasons():
     patches = torch_patches.applied_patches()
     targets = {patch.target for patch in patches}
