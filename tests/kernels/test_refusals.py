@@ -137,13 +137,14 @@ def test_statistics_that_no_kernel_takes():
         ("dequantize", lambda out, given: kernels.dequantize(wire, out, format="int8", statistics=given)),
         ("measure", lambda out, given: kernels.measure([wide], given)),
     ):
-        wrong = [
+        for given, message in (
             (shrunk, "the statistics' nonfinite's storage has 4 bytes, it needs 8"),
             (True, "statistics must be a Statistics, not bool"),
             ({}, "statistics must be a Statistics, not dict"),
             (elsewhere, "the statistics are on meta, the arrays on cpu"),
-        ]
-        for given, message in wrong[: 1 if op == "measure" else None]:
+        ):
+            if op == "measure" and given is elsewhere:
+                message = "tensor 0 is on cpu"
             with pytest.raises(InvalidArgument, match=f"^{op}: {message}"):
                 call(wide.clone(), given)
         for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)) if op != "measure" else ():
