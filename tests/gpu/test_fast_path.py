@@ -1,4 +1,4 @@
-"""The fast path of DDP's hook on a GPU: the same bits as the full one, on the communication streams."""
+"""The fast path of DDP's hook on every device: the same bits as the full one, on the communication streams."""
 
 import torch
 from torch import nn
@@ -50,7 +50,9 @@ def trained(rank, case, views):
     assert not is_open[0] and is_open[-1], is_open
     totals, numel = state.stats(), sum(param.numel() for param in model.parameters())
     assert totals["backwards"] == STEPS and totals["buckets"] >= (STEPS - 1) * buckets_of(ddp)
-    assert totals["bytes_on_wire"] == STEPS * (2 * (rank.size - 1) * numel * 4 // rank.size)
+    sent = 2 * (rank.size - 1) * numel * 4 // rank.size
+    assert totals["bytes_on_wire"] == totals["bytes_as_fp32"] == STEPS * sent and state.bytes_on_wire == sent
+    assert totals["seconds_in_hook"] > 0
     return seen, [param.detach().clone() for param in model.parameters()]
 
 

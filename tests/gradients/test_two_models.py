@@ -18,7 +18,7 @@ from torch import nn
 import collectives
 from collectives import HookState, errors, torch_patches
 from collectives import parameter_names as names
-from tests.ddp.training import BUCKET_MB, Branches, gradients, loss_of, make_model, over_gloo, run, wrap
+from tests.ddp.training import gradients, loss_of, make_model, over_gloo, run, wrap
 
 
 def generator_and_critic():
@@ -235,8 +235,9 @@ def test_scalers_are_found_once_they_scale(kind):
     second = kind("cpu")
     second.scale(torch.ones(1))
     assert state.find_scaler() is scaler
-    with pytest.raises(errors.InvalidUsage, match="there are 2 GradScalers in use"):
+    with pytest.raises(errors.InvalidUsage, match=r"2 GradScalers in use.*HookState\(grad_scaler=scaler\)"):
         HookState().find_scaler()
+    assert HookState(grad_scaler=second).find_scaler() is second and HookState(grad_scaler=False).find_scaler() is None
     second.cycle = second
     del second
     assert HookState().find_scaler() is scaler  # the other one is garbage, collected or not
@@ -249,43 +250,3 @@ def test_a_scaler_that_began_before_the_import_is_found():
     assert torch_patches.find_active_scalers() == []
     scaler.scale(torch.ones(1))
     assert torch_patches.find_active_scalers() == [scaler]
-
-
-# ---- Ranks.
-
-
-@over_gloo
-def over_a_part(ctx, how):
-    group, other = dist.new_group([0, 2]), dist.new_group([1])
-    mine = other if ctx.rank == 1 else group
-    ddp = torch.nn.parallel.DistributedDataParallel(nn.Linear(12, 5), process_group=mine, bucket_cap_mb=BUCKET_MB)
-    match = r"HookState\(process_group=group\)"
-    if how == "own hook":
-        ddp.register_comm_hook([None], own_hook)
-        with pytest.raises(errors.InvalidUsage, match=match):
-            ddp(torch.ones(1, 12)).sum().backward()
-        return None
-    with pytest.raises(errors.InvalidUsage, match=match):
-        ddp.register_comm_hook(HookState() if how == "state" else None, collectives.fused_allreduce)
-    # Nothing was registered: what the message says to write works.
-    ddp.register_comm_hook(HookState(process_group=mine), collectives.fused_allreduce)
-    ddp(torch.full((1, 12), float(ctx.rank))).sum().backward()
-    return ddp.module.weight.grad[0, 0].item()
-
-
-@pytest.mark.parametrize("how", ["none", "state", "own hook"])
-def test_ddp_over_a_part_of_the_ranks_needs_a_group(tmp_path, how):
-    assert run(over_a_part, 3, tmp_path / "store", how) == ([None] * 3 if how == "own hook" else [1.0, 1.0, 1.0])
-
-
-@over_gloo
-def over_all_ranks(ctx):
-    """Another group of all ranks needn't be named."""
-    group = dist.new_group([0, 1])
-    ddp = torch.nn.parallel.DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
-    ddp.register_comm_hook(None, collectives.fused_allreduce)
-    loss_of(ddp, 0, ctx.rank).backward()
-
-
-def test_ddp_over_another_group_of_all_ranks(tmp_path):
-    run(over_all_ranks, 2, tmp_path / "store")
