@@ -130,26 +130,6 @@ def test_abort_needs_no_warning_for_dropped_works(comm, gate):
         comm.abort()
 
 
-def test_two_threads(comm):
-    arrays = [torch.ones(17) for _ in range(2)]
-    failures = []
-
-    def work(array):
-        try:
-            for _ in range(100):
-                comm.all_reduce(array, 1.5, async_op=True).wait()
-                comm.all_reduce(array, 1 / 1.5)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(array,)) for array in arrays]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures and all(torch.allclose(array, torch.ones(17)) for array in arrays)
-
-
 # ---- Groups.
 
 
@@ -163,15 +143,6 @@ def test_group_is_issued_at_its_end(comm):
     assert a.tolist() == [5, 5] and b.sum() > 0
 
 
-def test_group_that_raises_is_dropped(comm):
-    a = torch.ones(2)
-    with pytest.raises(KeyError), comm.group():
-        comm.all_reduce(a, 5)
-        raise KeyError
-    comm.barrier()
-    assert a.tolist() == [1, 1]
-
-
 def test_groups_nest(comm):
     a, b = torch.ones(1), torch.ones(1)
     with comm.group():
@@ -183,19 +154,6 @@ def test_groups_nest(comm):
             1 / 0  # noqa: B018
         assert b.item() == 1
     assert (a.item(), b.item()) == (2, 3)
-
-
-def test_a_group_is_entered_once(comm):
-    group = comm.group()
-    tensor = torch.ones(2)
-    with group:
-        with pytest.raises(errors.InvalidUsage, match="open already"), group:
-            pass
-        comm.all_reduce(tensor, 3.0)
-    assert tensor.tolist() == [3.0, 3.0]
-    with group:  # again, when it has ended
-        comm.all_reduce(tensor, 2.0)
-    assert tensor.tolist() == [6.0, 6.0]
 
 
 def test_async_group(comm):
@@ -315,13 +273,6 @@ def test_a_timeout_that_is_refused_leaves_nothing_open():
             Communicator(engine, engine.library.get_unique_id(), 0, 1, device="cpu", timeout=0)
         gc.collect()
     assert not [each for each in warned if issubclass(each.category, ResourceWarning)]
-
-
-def test_a_queue_does_not_outlive_its_communicator(comm):
-    comm.close()
-    with pytest.raises(errors.InvalidUsage, match="all_reduce.*: the communicator is closed"):
-        comm._queue.begin("all_reduce")
-    assert comm._queue._native is None
 
 
 def test_timeout(comm):
