@@ -51,21 +51,6 @@ def test_work(comm):
     assert work.op == "all_reduce" and work.nbytes == 12
 
 
-def test_wait_that_runs_out_can_be_repeated(comm, gate):
-    array = torch.ones(3)
-    work = comm.all_reduce(array, async_op=True)
-    assert not work.done() and work.exception() is None and "in flight" in repr(work)
-    started = time.monotonic()
-    with pytest.raises(errors.CollectiveTimeout, match="stays in flight") as caught:
-        work.wait(timeout=0.1)
-    assert 0.09 < time.monotonic() - started < 5
-    assert caught.value.op == "all_reduce" and caught.value.nbytes == 12
-    with pytest.raises(TimeoutError):
-        work.wait(0)
-    gate.set()
-    assert work.wait(timeout=10)
-
-
 def test_future_is_fulfilled_by_the_queue(comm, gate):
     array = torch.ones(3)
     work = comm.all_reduce(array, async_op=True)
@@ -113,21 +98,16 @@ def test_blocking_calls_come_after_queued_ones(comm, gate):
 
 def test_abort_ends_what_is_in_flight(comm, gate):
     work = comm.all_reduce(torch.ones(1), async_op=True)
+    comm.all_reduce(torch.ones(1), async_op=True)
     threading.Timer(0.2, gate.set).start()  # what holds the queue here isn't the engine's
-    comm.abort()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # not even of the one that nobody holds
+        comm.abort()
     with pytest.raises(errors.Aborted):
         work.wait()
     assert isinstance(work.exception(), errors.Aborted) and work.done()
     with pytest.raises(errors.InvalidUsage, match="was aborted"):
         comm.barrier()
-
-
-def test_abort_needs_no_warning_for_dropped_works(comm, gate):
-    comm.all_reduce(torch.ones(1), async_op=True)
-    threading.Timer(0.2, gate.set).start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        comm.abort()
 
 
 # ---- Groups.
