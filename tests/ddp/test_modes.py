@@ -30,7 +30,7 @@ MODES = [
 
 def trained(ctx, hook, make, how, options):
     """Train five steps; return the gradients, where the training sees averaged ones, and the parameters."""
-    options, model, seen = dict(options), make(), []
+    options, model, seen = dict(options), make().to(ctx.device), []
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     inside, uneven, parts = options.pop("inside", False), options.pop("uneven", False), options.pop("parts", 1)
     state = HookState(optimizer=optimizer if inside else None, **options) if hook == "torch" else None
@@ -57,8 +57,8 @@ def assert_same(ours, plain):
             torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6)
 
 
-@over_gloo
 def in_all_modes(ctx):
+    """Compare with plain DDP; also on a GPU, by tests/gpu."""
     found = []
     for make, how, options in MODES:
         plain = trained(ctx, "plain", make, how, options)
@@ -69,9 +69,14 @@ def in_all_modes(ctx):
     return found
 
 
+@over_gloo
+def on_the_host(ctx):
+    return in_all_modes(ctx)
+
+
 @pytest.mark.parametrize("overlap", "01")
 def test_training_is_that_of_plain_ddp(tmp_path, overlap):
-    first, *others = run(in_all_modes, 3, tmp_path / "store", env={"COLLECTIVES_OVERLAP": overlap})
+    first, *others = run(on_the_host, 3, tmp_path / "store", env={"COLLECTIVES_OVERLAP": overlap})
     for other in others:
         assert all(map(torch.equal, first, other))
 
