@@ -96,23 +96,29 @@ def test_strangers_that_keep_coming_do_not_extend_the_limit():
     assert isinstance(found[0], errors.CollectiveTimeout) and found[0].peers == (1,), found
 
 
-def test_a_rank_that_refuses_is_named():
-    store = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
+@pytest.fixture
+def store():
+    """Rank 1's, in which rank 0 has said where it is."""
+    made = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
+    made.set("address/0", json.dumps(["127.0.0.1", "127.0.0.1"]))
+    return made
+
+
+def say_where(store, server):
+    store.set("listens/0", json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]))
+
+
+def test_a_rank_that_refuses_is_named(store):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for rank in range(2):
-        store.set(f"address/{rank}", json.dumps(["127.0.0.1", "127.0.0.1"]))
-    store.set("listens/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+        say_where(store, server)
     with pytest.raises(errors.TransportError, match="could not connect to rank 0 at 127.0.0.1.*refused") as raised:
         connect_ranks(store, 1, 2, 20.0)
     assert raised.value.peers == (0,)
 
 
-def test_a_rank_that_ends_before_it_answers_is_named():
-    store = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
-    store.set("address/0", json.dumps(["127.0.0.1", "127.0.0.1"]))
+def test_a_rank_that_ends_before_it_answers_is_named(store):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        store.set("listens/0", json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]))
+        say_where(store, server)
         thread, found = in_thread(connect_ranks, store, 1, 2, 20.0)
         server.accept()[0].close()
         thread.join()
@@ -121,13 +127,11 @@ def test_a_rank_that_ends_before_it_answers_is_named():
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_rank_that_never_comes_is_named(listens):
+def test_a_rank_that_never_comes_is_named(store, listens):
     """Its record is missing, or nobody answers at its place."""
-    store = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
-    store.set("address/0", json.dumps(["127.0.0.1", "127.0.0.1"]))
     with socket.create_server(("127.0.0.1", 0)) as server:
         if listens:
-            store.set("listens/0", json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]))
+            say_where(store, server)
         text = "were not connected within 0.5 s: is a firewall" if listens else "did not come within .* to connect"
         with pytest.raises(errors.CollectiveTimeout, match=text) as raised:
             connect_ranks(store, 1, 2, 0.5)
