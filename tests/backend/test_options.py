@@ -27,7 +27,6 @@ def all_in(ctx, name):
         time.sleep(0.01)
 
 
-@over("collectives")
 def options(ctx):
     world, config = dist.group.WORLD, collectives.CommConfig(max_ctas=4, comm_name="pair")
     for given in (config, {"max_ctas": 4, "comm_name": "pair"}):
@@ -46,11 +45,6 @@ def options(ctx):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
     assert world.options._timeout == timedelta(seconds=7)
     assert world.communicator(torch.device("cpu")).timeout == 7.0
-    return True
-
-
-def test_pg_options_and_timeouts_of_groups(tmp_path):
-    run_ranks(options, 2, tmp_path / "store")
 
 
 def test_options_of_torchs_nccl_groups():
@@ -86,8 +80,8 @@ def own_timeouts(world):
     }
 
 
-@over("collectives")
 def timed(ctx):
+    """An operation's own timeout."""
     world = dist.group.WORLD
     calls, works = own_timeouts(world), {}
     if ctx.rank == 0:
@@ -112,11 +106,17 @@ def timed(ctx):
         work.wait(timedelta(seconds=30))  # it stayed in flight
     total = torch.ones(1)
     dist.all_reduce(total)
-    return total.item()
+    assert total.item() == 2.0
 
 
-def test_an_operations_own_timeout(tmp_path):
-    assert run_ranks(timed, 2, tmp_path / "store") == [2.0, 2.0]
+@over("collectives")
+def options_and_timeouts(ctx):
+    timed(ctx)
+    options(ctx)
+
+
+def test_pg_options_and_timeouts(tmp_path):
+    run_ranks(options_and_timeouts, 2, tmp_path / "store")
 
 
 def mixed(ctx, path, backend, ours):
