@@ -342,22 +342,10 @@ def test_a_forked_child_can_use_nothing(comm, gate):
     comm.all_reduce(tensor)
 
 
-# ---- init() and the end of the interpreter, in processes of their own.
+# ---- init() and the end of the interpreter, in a process of its own.
 
-
-def run_python(text, limit=60, **env):
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=limit, env={**clean, **env}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr, time.monotonic() - started
-
-
-def test_init_alone():
-    out, _, _ = run_python(
-        """
+PROGRAM = """
+import os, time
 import collectives, torch
 from collectives import errors
 comm = collectives.init()
@@ -369,48 +357,33 @@ for wrong in (lambda: collectives.init("nccl"), lambda: collectives.init("other"
     except (errors.InvalidUsage, errors.InvalidArgument) as error:
         print("refused", error)
 comm.close()
-again = collectives.init()
-assert again is not comm and not again.closed
+comm = collectives.init()
 t = torch.ones(2)
-again.all_reduce(t, 2)
-print(t.tolist())
-"""
-    )
-    assert out.count("refused") == 2 and "[2.0, 2.0]" in out
-
-
-def test_init_in_a_forked_child_names_the_cause():
-    out, _, _ = run_python(
-        """
-import os, sys
-import collectives
-collectives.init()
+comm.all_reduce(t, 2)
+print(t.tolist(), flush=True)
 child = os.fork()
 if child == 0:
     try:
         collectives.init()
-    except collectives.errors.InvalidUsage as error:
+    except errors.InvalidUsage as error:
         print(error, flush=True)
     os._exit(0)
 os.waitpid(child, 0)
-"""
-    )
-    assert "init(): the communicator was opened in the parent process" in out
-
-
-def test_exit_with_work_in_flight_is_bounded():
-    out, err, seconds = run_python(
-        """
-import collectives, torch, time, threading
-comm = collectives.init()
-t = torch.ones(2)
 comm.all_reduce(t, async_op=True)
 comm._queue._native.call(lambda: time.sleep(1))
 work = comm.all_reduce(t, async_op=True)
 future = work.future().then(lambda f: print("settled", flush=True))
 """
-    )
-    assert "settled" in out and not err and seconds < 40
+
+
+def test_init_alone_and_an_exit_with_work_in_flight():
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    assert time.monotonic() - started < 40
+    assert done.stdout.count("refused") == 2 and "[2.0, 2.0]" in done.stdout and "settled" in done.stdout
+    assert "init(): the communicator was opened in the parent process" in done.stdout
 
 
 def test_public_names():
