@@ -123,19 +123,6 @@ def test_group_is_issued_at_its_end(comm):
     assert a.tolist() == [5, 5] and b.sum() > 0
 
 
-def test_groups_nest(comm):
-    a, b = torch.ones(1), torch.ones(1)
-    with comm.group():
-        comm.all_reduce(a, 2)
-        with comm.group():
-            comm.all_reduce(b, 3)
-        with pytest.raises(ZeroDivisionError), comm.group():
-            comm.all_reduce(a, 100)
-            1 / 0  # noqa: B018
-        assert b.item() == 1
-    assert (a.item(), b.item()) == (2, 3)
-
-
 def test_async_group(comm):
     a, b = torch.ones(1), torch.zeros(1)
     with comm.group():
@@ -159,19 +146,6 @@ def test_group_refuses(comm):
     for name in ("send", "recv"):
         with pytest.raises(errors.InvalidUsage, match="same `with comm.group"):
             getattr(comm, name)(torch.ones(1), 0)
-
-
-def test_group_over_two_communicators(comm):
-    child = comm.split(0)
-    a, b = torch.ones(1), torch.ones(1)
-    with comm.group():
-        comm.all_reduce(a, 2)
-        child.all_reduce(b, 3)
-    with child.group():
-        works = [comm.all_reduce(a, 2, async_op=True), child.all_reduce(b, 3, async_op=True)]
-    assert [work.wait(10) for work in works] == [True, True]
-    assert (a.item(), b.item()) == (4, 9)
-    child.close()
 
 
 # ---- Memory.

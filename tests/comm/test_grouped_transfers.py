@@ -132,6 +132,10 @@ def two_communicators(ctx):
         one.recv(got[0], peer)
         two.recv(got[1], peer)
     assert torch.equal(got[0], full(10 + peer)) and torch.equal(got[1], full(20 + peer))
+    totals = full(1), full(2)
+    with two.group():
+        works = [each.all_reduce(total, async_op=True) for each, total in zip((one, two), totals, strict=True)]
+    assert all(work.wait(10) for work in works) and [total[0].item() for total in totals] == [2, 4]
     third = one.split(0)
     ends = (third.close, "inside a group that holds calls"), (third.abort, "send.*aborted"), (int, "aborted")
     for end, text in ends:
