@@ -158,7 +158,7 @@ def streams_of_closed_communicators(ctx):
     limit = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < limit:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     comm.close()
 
 

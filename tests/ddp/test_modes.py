@@ -49,6 +49,12 @@ def trained(ctx, hook, make, how, options):
     return seen, [param.detach().clone() for param in model.parameters()]
 
 
+def assert_on_all_ranks(ctx, grad):
+    """What is there is an average: the same on every rank."""
+    numbers = None if grad is None else grad.detach().view(torch.uint8).tolist()
+    assert all(each == numbers for each in ctx.exchange(numbers))
+
+
 def assert_same(ours, plain):
     """Within the rounding of a sum of a few terms; None where there is no gradient."""
     for one, other in zip(ours, plain, strict=True):
@@ -87,7 +93,8 @@ def test_training_is_that_of_plain_ddp(tmp_path, overlap):
 def averages_are_rounded_once(ctx, dtype):
     model = nn.Linear(12, 5).to(dtype)
     rows = [torch.full((1, 12), (1.0 + rank / 64) * (rank + 1), dtype=dtype) for rank in range(ctx.size)]
-    wrap(model, "torch")(rows[ctx.rank]).sum().backward()
+    ddp = wrap(model, "torch")
+    ddp(rows[ctx.rank]).sum().backward()
     total = sum(row.double() for row in rows)
     exact = total / ctx.size if dtype == torch.float64 else (total.float() / ctx.size).to(dtype)
     assert torch.equal(model.weight.grad, exact.expand(5, 12))
@@ -96,7 +103,8 @@ def averages_are_rounded_once(ctx, dtype):
 def complex_numbers(ctx, hook):
     model = nn.Linear(4, 3, dtype=torch.complex64)
     x = torch.randn(2, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(ctx.rank))
-    wrap(model, hook)(x).abs().sum().backward()
+    ddp = wrap(model, hook)
+    ddp(x).abs().sum().backward()
     return gradients(model)
 
 
@@ -114,7 +122,8 @@ class Mixed(nn.Module):
 
 def mixed_dtypes(ctx, hook):
     model = Mixed()
-    wrap(model, hook)(batch(0, ctx.rank)[0]).square().sum().backward()
+    ddp = wrap(model, hook)
+    ddp(batch(0, ctx.rank)[0]).square().sum().backward()
     return gradients(model)
 
 
@@ -133,10 +142,12 @@ def two_modules(ctx, hook):
 def double_backward(ctx, hook):
     """DDP refuses it, as it writes averages into gradients that have a graph; a penalty on inputs' gradients works."""
     x = batch(0, ctx.rank)[0].requires_grad_()
+    ddp = wrap(make_model(), hook)
     with pytest.raises(RuntimeError, match="in-place operation"):
-        wrap(make_model(), hook)(x).square().mean().backward(create_graph=True)
+        ddp(x).square().mean().backward(create_graph=True)
     model = make_model()
-    y = wrap(model, hook)(x)
+    ddp = wrap(model, hook)
+    y = ddp(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     (slope.square().mean() + y.mean()).backward()
     return gradients(model)
@@ -155,8 +166,11 @@ def of_all_kinds(ctx):
             torch.manual_seed(3)
             found.append(program(ctx, hook))
         assert_same(found[1], found[0])
+        for grad in found[1]:
+            assert_on_all_ranks(ctx, grad)
     model = nn.Linear(12, 5)
-    wrap(model, "torch", HookState(average=False))(torch.full((1, 12), ctx.rank + 1.0)).sum().backward()
+    ddp = wrap(model, "torch", HookState(average=False))
+    ddp(torch.full((1, 12), ctx.rank + 1.0)).sum().backward()
     assert model.weight.grad.unique().tolist() == [6.0]
 
 
