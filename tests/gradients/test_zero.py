@@ -136,7 +136,7 @@ def check_case(ctx, case):
             assert all(a == pytest.approx(b, rel=1e-4) for a, b in finite)
     elif exact:  # 1/n, and less than 16 bytes a rank and bucket; at most 8 buckets, of 3 states
         assert ours["held"] <= plain["held"] / ctx.size + 16 // RULES[rule][2].itemsize * ctx.size * 8 * 3, case
-        assert ours["sent"] == pytest.approx(plain["sent"], rel=0.1), case
+        assert how.get("scaled") or ours["sent"] == pytest.approx(plain["sent"], rel=0.1), case
     return ours["params"]
 
 
