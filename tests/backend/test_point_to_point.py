@@ -84,11 +84,12 @@ def wrong(ctx):
 
 def alone(ctx):
     """Rank 2 sends to rank 0, which does not receive; rank 1 receives from rank 2, which does not send."""
+    group = dist.new_group()
     if ctx.rank:
-        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+        group.set_timeout(timedelta(seconds=1))
         text, peer = ("from rank 2 to rank 0", 0) if ctx.rank == 2 else ("from rank 2 to rank 1", 2)
         with pytest.raises(CollectiveTimeout, match=text) as caught:
-            dist.send(torch.ones(1), 0) if ctx.rank == 2 else dist.recv(torch.ones(1), 2)
+            dist.send(torch.ones(1), 0, group) if ctx.rank == 2 else dist.recv(torch.ones(1), 2, group)
         assert caught.value.peers == (peer,)
     dist.barrier()
 
