@@ -55,7 +55,7 @@ def make_calls(comm, rank, size):
         return array if name == "broadcast" or rank == root else array[:0]
 
     dtypes = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int32, torch.uint8
-    reductions = [(dtype, op) for dtype in dtypes for op in ("sum", "avg")]
+    reductions = [(dtype, op) for dtype, op in zip(dtypes, ("sum", "avg") * 3, strict=True)]
     reductions += [(torch.float32, op) for op in ("prod", "max", "min", 0.5 + rank)]
     made = [partial(all_reduce, dtype, op, 4 * COUNT // dtype.itemsize) for dtype, op in reductions]
     made += [partial(all_reduce, torch.float32, "sum", COUNT + 1), out_of_place, view, unaligned]
