@@ -255,16 +255,17 @@ def test_what_comes_between(device, ranks):
 def replayed(rank, captured):
     """Steps on the fast path, eager and in a CUDA graph."""
     side = rank.new_stream()
+    model, state = make_terms(rank.device), HookState(comm=rank.comm)
     static = batches(0, rank.rank, rank.device)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        ddp(static).backward()
+        optimizer.step()
+
     with rank.use(side):
-        model, state, ddp = hooked(rank)
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
-
-        def step():
-            optimizer.zero_grad(set_to_none=True)
-            ddp(static).backward()
-            optimizer.step()
-
+        ddp = wrap(model, "torch", state, gradient_as_bucket_view=True)
         for _ in range(12):
             step()
     rank.join(side)
