@@ -15,7 +15,7 @@ from ..arrays import Reader
 from ..errors import InvalidArgument
 from . import abi
 from .dtypes import FP32_OVERFLOW
-from .execution import Statistics, bump_versions, run
+from .execution import Statistics, bump_versions, check_statistics, run
 from .scalars import read_scale
 from .table import Table
 from .tensor_list import device_of
@@ -83,6 +83,7 @@ def measure(tensors: Iterable, statistics: Statistics) -> None:
     torch's current stream. Raises ``InvalidArgument`` for what has no statistics.
     """
     tensors, op = list(tensors), "measure"
+    check_statistics(statistics, op)
     wide = any(each.dtype in (torch.float64, numpy.float64) for each in tensors if hasattr(each, "dtype"))
     table = Table.of_call(tensors, torch.float64 if wide else torch.float32, None, op, statistics.device)
     args = abi.CastArgs(
@@ -116,8 +117,7 @@ def _cast(op, flags, tensors, flat, offsets, scale, statistics) -> None:
         _check_copy(table, flags, scale, scale_at, statistics is not None, op)
     args = abi.CastArgs(abi.Work(table.tiles, 0, 0), 0, len(table.tensors), place, scale_at, scale, table.type, flags)
     if statistics is not None:
-        if not isinstance(statistics, Statistics):
-            raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
+        check_statistics(statistics, op)
         statistics.begin(
             args.work,
             table.device,

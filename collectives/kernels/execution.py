@@ -27,6 +27,7 @@ __all__ = [
     "Launch",
     "Statistics",
     "bump_versions",
+    "check_statistics",
     "get_num_threads",
     "library",
     "library_path",
@@ -182,6 +183,12 @@ def bump_versions(arrays) -> None:
 def run_on_host(kernel: abi.Kernel, args, rows: Rows | None = None) -> None:
     """Run a kernel on host memory; ``args`` has the address of its table's ``rows``."""
     library().run(kernel.number, args, thread_limit())
+
+
+def check_statistics(statistics, op: str) -> None:
+    """Raise `InvalidArgument` for what is no `Statistics`."""
+    if not isinstance(statistics, Statistics):
+        raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
 
 
 class Statistics:

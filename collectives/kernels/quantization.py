@@ -18,7 +18,7 @@ from ..errors import InvalidArgument
 from ..layout import WIRE_BLOCKS, WIRE_FORMATS, WireLayout, count_tiles, wire_layout
 from . import abi
 from .dtypes import FLOATING, FP32_OVERFLOW
-from .execution import Launch, Statistics, bump_versions
+from .execution import Launch, Statistics, bump_versions, check_statistics
 from .rows import Rows
 from .tensor_list import TensorList, device_of, read_array
 from .wire_parts import WireParts
@@ -314,8 +314,8 @@ def _plan_decode(wires, out, format, block, scale, average_over, add, statistics
     if table.device != device:
         raise InvalidArgument(f"out is on {device}, the wires on {table.device}: they must be on one device", op=op)
     _check_overlaps({"out": values}, read, op)
-    if statistics is not None and not isinstance(statistics, Statistics):
-        raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}", op=op)
+    if statistics is not None:
+        check_statistics(statistics, op)
     work = abi.Work(where.tiles, 0, 0)
     args = abi.DequantizeArgs(work, from_, where.args, values.ptr, values.code, abi.ADD if add else 0)
     kernel = abi.REDUCE_WIRES if from_.wire_count > 1 else abi.DEQUANTIZE

@@ -14,7 +14,7 @@ from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
 from .dtypes import FLOATING, FP32_OVERFLOW
-from .execution import Statistics, bump_versions, run
+from .execution import Statistics, bump_versions, check_statistics, run
 from .rows import Rows
 from .scalars import read_scale
 from .tensor_list import TensorList, device_of, read_array
@@ -154,8 +154,7 @@ def reduce_n(
         scale_at, scale, OPS[op], table.code, place.code, 0,
     )  # fmt: skip
     if statistics is not None:
-        if not isinstance(statistics, Statistics):
-            raise _wrong(f"statistics must be a Statistics, not {type(statistics).__name__}")
+        check_statistics(statistics, _OP)
         if not floating:
             raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
         statistics.begin(args.work, table.device, _OP, place.overlaps)

@@ -17,6 +17,7 @@ nccl = load_binding()
 errors = sys.modules["collectives.errors"]  # by import the package would load torch
 HOST = {str(HOST_LIBRARY)!r}
 FLOAT32, SUM = nccl.DTYPES["float32"], nccl.OPS["sum"]
+answer = dict()
 
 def pair(library):
     "A communicator of two ranks, both of them in this process."
@@ -35,9 +36,9 @@ def later(seconds, function, *arguments):
 
 
 def run_alone(code: str, seconds: float = 60) -> dict:
-    """Run code that prints one JSON object as its last line. No GPU is in sight; it is killed after ``seconds``."""
+    """Run code that fills the dictionary ``answer``. No GPU is in sight; it is killed after ``seconds``."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, "-X", "faulthandler", "-c", SETUP + code]
+    command = [sys.executable, "-X", "faulthandler", "-c", SETUP + code + "\nprint(json.dumps(answer))"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}

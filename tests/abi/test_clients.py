@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -16,16 +17,14 @@ RANKS = 2
 SECONDS = 60
 
 
-def run_ranks(code: str, preload: bool, *arguments: str) -> list[dict]:
+def run_ranks(code: str) -> list[dict]:
     """Run code as two ranks. Rank 0 prints the unique id first; each prints one JSON object last."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    if preload:
-        environ["LD_PRELOAD"] = str(HOST_LIBRARY)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "LD_PRELOAD": str(HOST_LIBRARY)}
     processes = []
     unique_id = ""
     try:
         for rank in range(RANKS):
-            command = [sys.executable, "-c", code, str(rank), str(RANKS), unique_id, *arguments]
+            command = [sys.executable, "-c", code, str(rank), str(RANKS), unique_id]
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -110,114 +109,39 @@ def expected(rank: int) -> dict:
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_cupy():
-    for rank, answer in enumerate(run_ranks(CUPY, preload=True)):
+    for rank, answer in enumerate(run_ranks(CUPY)):
         for name, value in expected(rank).items():
             assert answer[name] == value, f"{name} on rank {rank}"
         assert (answer["rank"], answer["size"]) == (rank, RANKS)
         assert answer["error"][0] == 4 and "INVALID_ARGUMENT" in answer["error"][1]
 
 
-# The way of clients that open a library by path and call it through ctypes: argument types for each function, the
-# unique id as a struct by value, a table of functions, the result checked against ncclGetErrorString.
-CTYPES = """
-import ctypes, json, sys
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
-
-rank, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
-
-class UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_byte * 128)]
-
-comm_t, buffer_t, stream_t, dtype_t, op_t = c_void_p, c_void_p, c_void_p, c_int, c_int
-window_t = c_void_p
-FUNCTIONS = {
-    "ncclGetErrorString": (c_char_p, [c_int]),
-    "ncclGetVersion": (c_int, [POINTER(c_int)]),
-    "ncclGetUniqueId": (c_int, [POINTER(UniqueId)]),
-    "ncclCommInitRank": (c_int, [POINTER(comm_t), c_int, UniqueId, c_int]),
-    "ncclAllReduce": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, op_t, comm_t, stream_t]),
-    "ncclReduce": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, op_t, c_int, comm_t, stream_t]),
-    "ncclAllGather": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, comm_t, stream_t]),
-    "ncclReduceScatter": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, op_t, comm_t, stream_t]),
-    "ncclSend": (c_int, [buffer_t, c_size_t, dtype_t, c_int, comm_t, stream_t]),
-    "ncclRecv": (c_int, [buffer_t, c_size_t, dtype_t, c_int, comm_t, stream_t]),
-    "ncclBroadcast": (c_int, [buffer_t, buffer_t, c_size_t, dtype_t, c_int, comm_t, stream_t]),
-    "ncclGroupStart": (c_int, []),
-    "ncclGroupEnd": (c_int, []),
-    "ncclCommWindowRegister": (c_int, [comm_t, buffer_t, c_size_t, POINTER(window_t), c_int]),
-    "ncclCommWindowDeregister": (c_int, [comm_t, window_t]),
-    "ncclCommInitAll": (c_int, [POINTER(comm_t), c_int, POINTER(c_int)]),
-    "ncclCommCuDevice": (c_int, [comm_t, POINTER(c_int)]),
-    "ncclCommFinalize": (c_int, [comm_t]),
-    "ncclCommDestroy": (c_int, [comm_t]),
-}
-library = ctypes.CDLL(path)
-for name, (result, arguments) in FUNCTIONS.items():
-    function = getattr(library, name)       # a missing one ends the client here
-    function.restype, function.argtypes = result, arguments
-
-def check(code):
-    if code:
-        raise RuntimeError("NCCL error: " + library.ncclGetErrorString(code).decode())
-
-version = c_int()
-check(library.ncclGetVersion(byref(version)))
-unique_id = UniqueId()
-if rank == 0:
-    check(library.ncclGetUniqueId(byref(unique_id)))
-    print(bytes(unique_id).hex(), flush=True)
-else:
-    ctypes.memmove(byref(unique_id), bytes.fromhex(sys.argv[3]), 128)
-comm = comm_t()
-check(library.ncclCommInitRank(byref(comm), size, unique_id, rank))
-FLOAT, SUM, MAX, count = 7, 0, 2, 1001
-array = ctypes.c_float * count
-mine, out, both = array(*[i + rank for i in range(count)]), array(), (ctypes.c_float * (size * count))()
-answer = dict(version=version.value)
-check(library.ncclAllReduce(mine, out, count, FLOAT, SUM, comm, None))
-answer["all_reduce"] = list(out)
-check(library.ncclReduce(mine, out, count, FLOAT, MAX, 0, comm, None))
-answer["reduce"] = list(out) if rank == 0 else None
-check(library.ncclBroadcast(mine, out, count, FLOAT, 1, comm, None))
-answer["broadcast"] = list(out)
-check(library.ncclBroadcast(mine, out, count, FLOAT, 0, comm, None))
-answer["bcast"] = list(out)
-check(library.ncclAllGather(mine, both, count, FLOAT, comm, None))
-answer["all_gather"] = list(both)
-check(library.ncclReduceScatter(both, out, count, FLOAT, SUM, comm, None))
-answer["reduce_scatter"] = list(out)
-check(library.ncclGroupStart())
-check(library.ncclSend(mine, count, FLOAT, 1 - rank, comm, None))
-check(library.ncclRecv(out, count, FLOAT, 1 - rank, comm, None))
-check(library.ncclGroupEnd())
-answer["exchange"] = list(out)
-try:
-    check(library.ncclAllReduce(mine, out, count, 99, SUM, comm, None))
-except RuntimeError as error:
-    answer["error"] = str(error)
-check(library.ncclCommFinalize(comm))
-check(library.ncclCommDestroy(comm))
-
-both, device, sums = (comm_t * 2)(), c_int(), [array(), array()]     # all ranks of a communicator in this process
-check(library.ncclCommInitAll(both, 2, (c_int * 2)(3, 5)))
-check(library.ncclGroupStart())
-for each, total in zip(both, sums):
-    check(library.ncclAllReduce(mine, total, count, FLOAT, SUM, each, None))
-check(library.ncclGroupEnd())
-answer["in one process"] = [list(total) == [2 * value for value in mine] for total in sums]
-answer["devices"] = []
-for each in both:
-    check(library.ncclCommCuDevice(each, byref(device)))
-    answer["devices"].append(device.value)
-    check(library.ncclCommDestroy(each))
-print(json.dumps(answer))
-"""
-
-
 def test_a_ctypes_client():
-    for rank, answer in enumerate(run_ranks(CTYPES, False, str(HOST_LIBRARY))):
-        for name, value in expected(rank).items():
-            assert answer[name] == value, f"{name} on rank {rank}"
-        assert answer["version"] >= 23200
-        assert "invalid argument" in answer["error"]
-        assert answer["in one process"] == [True, True] and answer["devices"] == [3, 5]
+    """By path, argument types and return codes, with all ranks of a communicator in this process."""
+    library, count = ctypes.CDLL(str(HOST_LIBRARY)), 1001
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.ncclAllReduce.argtypes = [pointer, pointer, size, ctypes.c_int, ctypes.c_int, pointer, pointer]
+    for name in ("ncclCommCuDevice", "ncclCommFinalize", "ncclCommDestroy"):
+        getattr(library, name).argtypes = [pointer, *([pointer] if name == "ncclCommCuDevice" else [])]
+
+    def check(code):
+        assert not code, library.ncclGetErrorString(code)
+
+    comms, number, array = (pointer * RANKS)(), ctypes.c_int(), ctypes.c_float * count
+    check(library.ncclGetVersion(ctypes.byref(number)))
+    assert number.value >= 23200
+    check(library.ncclCommInitAll(comms, RANKS, (ctypes.c_int * RANKS)(3, 5)))
+    mine, sums = array(*range(count)), [array() for _ in comms]
+    check(library.ncclGroupStart())
+    for comm, total in zip(comms, sums, strict=True):
+        check(library.ncclAllReduce(mine, total, count, 7, 0, comm, None))
+    check(library.ncclGroupEnd())
+    assert all(list(total) == [RANKS * value for value in mine] for total in sums)
+    code = library.ncclAllReduce(mine, sums[0], count, 99, 0, comms[0], None)
+    assert b"invalid argument" in library.ncclGetErrorString(code)
+    for comm, device in zip(comms, (3, 5), strict=True):
+        check(library.ncclCommCuDevice(comm, ctypes.byref(number)))
+        assert number.value == device
+        check(library.ncclCommFinalize(comm))
+        check(library.ncclCommDestroy(comm))

@@ -31,19 +31,11 @@ def test_the_declarations_agree_with_the_real_header(tmp_path):
 
 WRONG = {
     "constant": ("#define NCCL_SPLIT_NOCOLOR -1", "#define NCCL_SPLIT_NOCOLOR -2"),
-    "magic": ("0xcafebeefu", "0xcafebeeeu"),
     "enum value": ("ncclMax = 2, ncclMin = 3", "ncclMax = 3, ncclMin = 2"),
-    "type code": ("ncclBfloat16 = 9", "ncclBfloat16 = 6"),
     "order of fields": ("  int maxCTAs;\n  const char* netName;", "  const char* netName;\n  int maxCTAs;"),
     "type of a field": ("  const char* netName;", "  char* netName;"),
     "field left out": ("  int splitShare;\n", ""),
-    "size of the id": ("#define NCCL_UNIQUE_ID_BYTES 128", "#define NCCL_UNIQUE_ID_BYTES 64"),
     "type of an argument": ("ncclCommSplit(ncclComm_t comm, int color", "ncclCommSplit(ncclComm_t comm, long color"),
-    "argument left out": ("ncclSend(const void* sendbuff, size_t count,", "ncclSend(const void* sendbuff,"),
-    "order of arguments": (
-        "ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle)",
-        "ncclCommRegister(const ncclComm_t comm, size_t size, void* buff, void** handle)",
-    ),
     "const left out": ("ncclBroadcast(const void* sendbuff", "ncclBroadcast(void* sendbuff"),
     "pointer for a value": (
         "int nranks, ncclUniqueId commId, int rank);",

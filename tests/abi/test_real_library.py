@@ -34,14 +34,6 @@ def test_every_function_of_its_version_is_there(library):
         library.has("ncclNoSuchThing")
 
 
-def test_first_versions_are_plausible():
-    """What NVIDIA's own documentation and headers say of some."""
-    known = {"ncclSend": 2700, "ncclCommSplit": 21801, "ncclMemAlloc": 21903, "ncclCommShrink": 22703}
-    known |= {"ncclAlltoAll": 22803, "ncclCommRevoke": 22807}
-    assert {name: nccl.FUNCTIONS[name] for name in known} == known
-    assert all(2000 <= since <= nccl.VERSION for since in nccl.FUNCTIONS.values())
-
-
 def test_unique_ids_differ(library):
     ids = {library.get_unique_id() for _ in range(3)}
     assert len(ids) == 3 and all(len(each) == nccl.UNIQUE_ID_BYTES for each in ids)
@@ -55,8 +47,8 @@ unique_id = library.get_unique_id()
 try:
     {call}
 except Exception as error:
-    print(json.dumps(dict(kind=type(error).__name__, text=str(error), code=error.code, op=error.op, rank=error.rank,
-                          detail=error.detail)))
+    answer.update(kind=type(error).__name__, text=str(error), code=error.code, op=error.op, rank=error.rank,
+                  detail=error.detail)
 """
 )
 
@@ -113,13 +105,6 @@ def test_host_only_functions_say_so(library):
         library.named_unique_id(b"name")
 
 
-def test_groups_of_nothing(library):
-    library.group_start()
-    library.group_start()
-    library.group_end()
-    library.group_end()
-
-
 def test_a_group_is_cancelled(library):
     """Without a function for it: cancelling raises where NCCL would have launched what was in the group."""
     library.group_start()
@@ -146,7 +131,7 @@ words = (ctypes.c_float * 4).from_address(memory)
 words[:] = [1, 2, 3, 4]
 out = (ctypes.c_float * 4)()
 comm.all_reduce(memory, ctypes.addressof(out), 4, nccl.DTYPES["float32"], nccl.OPS["sum"])
-answer = dict(sum=list(out), is_host=[host.is_host, real.is_host])
+answer.update(sum=list(out), is_host=[host.is_host, real.is_host])
 try:
     comm.all_reduce(memory, memory, 4, 99, 0)
 except Exception as error:
@@ -156,7 +141,6 @@ try:
 except Exception as error:
     answer["theirs"] = [type(error).__name__, error.detail]
 comm.destroy()
-print(json.dumps(answer))
 """
 )
 

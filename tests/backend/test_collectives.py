@@ -133,9 +133,8 @@ def check(call, make, want):
             assert torch.equal(got, expected), (call.__name__, got, expected)
 
 
-@over("collectives")
-def moved(ctx, dtype_name):
-    dtype, size, rank = getattr(torch, dtype_name), ctx.size, ctx.rank
+def moved(ctx, dtype):
+    size, rank = ctx.size, ctx.rank
 
     def zeros(*shape):
         return torch.zeros(shape, dtype=dtype)
@@ -179,15 +178,8 @@ def moved(ctx, dtype_name):
     if dtype.is_floating_point:
         parts = [values((r + 1,), dtype, 4) for r in range(size)]
         check(dist.reduce_scatter, lambda: (zeros(rank + 1), parts), [parts[rank] * size])
-    return True
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bool", "complex64"])
-def test_data_are_moved(tmp_path, dtype):
-    run_ranks(moved, 3, tmp_path / "store", dtype)
-
-
-@over("collectives")
 def coalesced(ctx):
     tensors = [torch.full((n,), float(ctx.rank + 1)) for n in (1, 5, 0, 1000)]
     with dist.distributed_c10d._coalescing_manager():
@@ -215,14 +207,8 @@ def coalesced(ctx):
     gathered = [[torch.zeros(2), torch.zeros(3)] for _ in range(ctx.size)]
     dist.all_gather_coalesced(gathered, [torch.full((2,), float(ctx.rank)), torch.ones(3)])
     assert [each[0].tolist() for each in gathered] == [[float(r)] * 2 for r in range(ctx.size)]
-    return True
 
 
-def test_coalesced_calls(tmp_path):
-    run_ranks(coalesced, 2, tmp_path / "store")
-
-
-@over("collectives")
 def objects_and_names(ctx):
     found = [None] * ctx.size
     dist.all_gather_object(found, {"rank": ctx.rank})
@@ -260,14 +246,8 @@ def objects_and_names(ctx):
     want[: ctx.size] += 1
     want[3] += 2 * ctx.size
     assert torch.equal(sparse.to_dense(), want)
-    return True
 
 
-def test_objects_names_futures_and_sparse_sums(tmp_path):
-    run_ranks(objects_and_names, 3, tmp_path / "store")
-
-
-@over("collectives")
 def refused(ctx):
     for call, error in (
         (lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND), InvalidArgument),
@@ -276,7 +256,7 @@ def refused(ctx):
         (lambda: dist.all_reduce(torch.ones(2, device="meta")), InvalidArgument),
         (lambda: dist.all_gather([torch.ones(2)], torch.ones(2)), ValueError),
         (lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)), ValueError),
-        (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), ValueError),
+        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4)), ValueError),
         (lambda: dist.all_reduce(torch.ones(4).to_sparse(), op=dist.ReduceOp.MAX), ValueError),
         (lambda: dist.recv(torch.ones(1), 7), Exception),
     ):
@@ -286,21 +266,16 @@ def refused(ctx):
         dist.all_reduce(torch.ones(2 + ctx.rank))
     tensor = torch.ones(2)
     dist.all_reduce(tensor)  # goes on
-    return tensor.tolist() == [ctx.size] * 2
+    assert tensor.tolist() == [ctx.size] * 2
 
 
-def test_wrong_calls_are_errors_and_the_group_goes_on(tmp_path):
-    assert run_ranks(refused, 2, tmp_path / "store") == [True, True]
-
-
-@over("collectives")
 def late(ctx):
+    """A late rank is named."""
     store, second = dist.group.WORLD.get_group_store(), datetime.timedelta(seconds=1)
-    text = peers = None
     if ctx.rank != 1:
-        with pytest.raises(CollectiveTimeout) as caught:
+        with pytest.raises(CollectiveTimeout, match="Rank 1 failed to pass monitoredBarrier in 1000 ms") as caught:
             dist.monitored_barrier(timeout=second, wait_all_ranks=True)
-        text, peers = str(caught.value), caught.value.peers
+        assert ctx.rank or caught.value.peers == (1,)
         with pytest.raises(CollectiveTimeout, match="1"):
             dist.barrier(async_op=True).wait(second)
     store.add("seen", 1)
@@ -308,13 +283,18 @@ def late(ctx):
         time.sleep(0.01)
     if ctx.rank == 1:
         dist.barrier()
-    return text, peers
 
 
-def test_a_late_rank_is_named(tmp_path):
-    (leader, peers), _, (follower, _) = run_ranks(late, 3, tmp_path / "store")
-    assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in leader and peers == (1,)
-    assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in follower
+@over("collectives")
+def in_one_group(ctx):
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        moved(ctx, dtype)
+    for program in (coalesced, objects_and_names, refused, late):
+        program(ctx)
+
+
+def test_data_objects_and_errors(tmp_path):
+    run_ranks(in_one_group, 3, tmp_path / "store")
 
 
 def killed(ctx, path):

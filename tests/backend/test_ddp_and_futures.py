@@ -20,41 +20,16 @@ def train_once(model):
     model(torch.ones(2, 4)).sum().backward()
 
 
-@over("collectives")
 def mismatch_in_backward(ctx):
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     train_once(model)
-    with pytest.raises(Mismatch) as caught:
+    with pytest.raises(Mismatch, match="ranks did not make the same call"):
         if ctx.rank == 0:
             dist.broadcast(torch.zeros(2), 0)
         else:
             train_once(model)
-    return "ranks did not make the same call" in str(caught.value)
 
 
-def test_ddp_raises_the_backends_error_when_the_ranks_differ(tmp_path):
-    assert run_ranks(mismatch_in_backward, 2, tmp_path / "store") == [True, True]
-
-
-def killed_before_backward(ctx, path):
-    dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    train_once(model)
-    if ctx.rank == 1:
-        os._exit(7)
-    with pytest.raises(RemoteError) as caught:
-        train_once(model)
-    del model
-    dist.destroy_process_group()
-    return caught.value.peers
-
-
-def test_ddp_raises_the_backends_error_when_a_rank_dies(tmp_path):
-    first, dead = run_ranks(killed_before_backward, 2, tmp_path / "store", deaths=[1])
-    assert isinstance(dead, Died) and first == (1,)
-
-
-@over("collectives")
 def failed_future(ctx):
     tensor = torch.ones(2 + ctx.rank)
     future = dist.all_reduce(tensor, async_op=True).get_future()
@@ -67,16 +42,10 @@ def failed_future(ctx):
         for look in (each.wait, each.value):
             with pytest.raises(kind, match="did not make the same call"):
                 look()
-    return True
 
 
-def test_a_failed_future_raises_wherever_it_is_read(tmp_path):
-    assert run_ranks(failed_future, 2, tmp_path / "store") == [True, True]
-
-
-@over("collectives")
-def results_alive(ctx):
-    """Return how many results live on after their futures are dropped, without a garbage collection."""
+def dropped_results(ctx):
+    """A future that is dropped releases its tensors, without a garbage collection."""
     peer = 1 - ctx.rank
 
     def started():
@@ -100,13 +69,9 @@ def results_alive(ctx):
         deadline = time.monotonic() + 30  # the thread that completed the futures may hold them for a moment
         while any(ref() is not None for ref in found) and time.monotonic() < deadline:
             time.sleep(0.001)
-        return sum(ref() is not None for ref in found)
+        assert [ref() for ref in found] == [None] * len(found)
     finally:
         gc.enable()
-
-
-def test_a_future_that_is_dropped_releases_its_tensors(tmp_path):
-    assert run_ranks(results_alive, 2, tmp_path / "store") == [0, 0]
 
 
 def pending(ctx):
@@ -116,8 +81,8 @@ def pending(ctx):
     return made
 
 
-@over("collectives")
 def functional_results(ctx):
+    """Results of functional collectives go into others."""
     parts = [torch.empty(2, 3) for _ in range(ctx.size)]
     dist.all_gather(parts, pending(ctx))
     whole = torch.empty(4, 3)
@@ -131,8 +96,93 @@ def functional_results(ctx):
     exchanged = torch.empty(2, 3)
     dist.all_to_all_single(exchanged, pending(ctx))
     found = [torch.stack(parts), whole, summed, sent, scattered, exchanged]
-    return [sorted(set(each.flatten().tolist())) for each in found]
+    assert [each.unique().tolist() for each in found] == [[3.0], [3.0], [6.0], [3.0], [6.0], [3.0]]
 
 
-def test_results_of_functional_collectives_go_into_others(tmp_path):
-    assert run_ranks(functional_results, 2, tmp_path / "store") == [[[3.0], [3.0], [6.0], [3.0], [6.0], [3.0]]] * 2
+def calls_of_callbacks(ctx):
+    """Collectives of the program, of callbacks, and of callbacks in these, on ranks of which one is late each time."""
+    found = []
+
+    def reduce(numel, value=1.0):
+        return dist.all_reduce(torch.full((numel,), value), async_op=True).get_future()
+
+    def late(rank):
+        if ctx.rank == rank:
+            time.sleep(0.05)
+
+    def third(done):
+        late(1)
+        found.append(dist_sum(5))
+        return done.value()
+
+    def dist_sum(numel):
+        tensor = torch.ones(numel)
+        dist.all_reduce(tensor)
+        return (numel, tensor.sum().item())
+
+    def second(done):
+        late(0)
+        inner = reduce(3).then(third)
+        found.append(dist_sum(7))
+        return inner.wait()
+
+    for _ in range(3):
+        first, other = reduce(1 << 20), reduce(2)
+        ends = [first.then(second), other.then(third)]
+        found.append(dist_sum(11))
+        dist.barrier()
+        assert [len(end.wait()[0]) for end in ends] == [3, 2]
+    assert found == [(5, 10.0), (7, 14.0), (5, 10.0), (11, 22.0)] * 3
+
+
+def callbacks_that_wait(ctx):
+    """A callback may wait for another operation; those of receives don't block where they are registered."""
+
+    def again(done):
+        total = done.value()[0]
+        return dist.all_reduce(total.clone(), async_op=True).get_future().wait()[0] + total
+
+    found = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(again).wait()
+    strided = torch.ones(3, 2)[:, 0]
+    nested = dist.all_reduce(strided, async_op=True).get_future().then(again).then(lambda done: done.value() * 2).wait()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        dist.barrier(async_op=True).get_future().then(lambda done: 1 / 0).wait()
+    assert found.tolist() == [6.0] * 3 and nested.tolist() == [12.0] * 3
+    received, found = torch.zeros(3), []
+    chained = dist.irecv(received, 1 - ctx.rank).get_future().then(lambda done: found.append(received.sum().item()))
+    sent = dist.isend(torch.full((3,), ctx.rank + 1.0), 1 - ctx.rank)  # both ranks have registered before they send
+    chained.wait()
+    sent.wait()
+    assert found == [6.0 - 3 * ctx.rank]
+    assert not dist.irecv(torch.ones(1), 1 - ctx.rank, tag=9).get_future().done()
+
+
+@over("collectives")
+def in_one_group(ctx):
+    for program in (
+        mismatch_in_backward, failed_future, dropped_results, functional_results, calls_of_callbacks,
+        callbacks_that_wait,
+    ):  # fmt: skip
+        program(ctx)
+
+
+def test_futures_and_errors(tmp_path):
+    run_ranks(in_one_group, 2, tmp_path / "store")
+
+
+def killed_before_backward(ctx, path):
+    dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    train_once(model)
+    if ctx.rank == 1:
+        os._exit(7)
+    with pytest.raises(RemoteError) as caught:
+        train_once(model)
+    del model
+    dist.destroy_process_group()
+    return caught.value.peers
+
+
+def test_ddp_raises_the_backends_error_when_a_rank_dies(tmp_path):
+    first, dead = run_ranks(killed_before_backward, 2, tmp_path / "store", deaths=[1])
+    assert isinstance(dead, Died) and first == (1,)

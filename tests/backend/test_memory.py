@@ -1,11 +1,8 @@
 """Memory that a process group of the backend allocates: of the engine, and kept for the next call."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from collectives.comm.shared_memory_pool import SharedMemoryPool
-from collectives.errors import InvalidUsage
 from tests.backend.groups import over
 from tests.ranks import run_ranks
 
@@ -40,14 +37,3 @@ def freed_memory_is_used_again(ctx):
 
 def test_freed_memory_is_used_again(tmp_path):
     assert run_ranks(freed_memory_is_used_again, 2, tmp_path / "store") == [True, True]
-
-
-def test_a_failed_allocation_is_not_counted():
-    class Closed:
-        def empty(self, nbytes, dtype):
-            raise InvalidUsage("closed")
-
-    pool = SharedMemoryPool()
-    with pytest.raises(InvalidUsage):
-        pool.allocate(Closed(), 4, torch.float32)
-    assert pool.allocated == pool.reserved == 0

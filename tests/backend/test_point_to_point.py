@@ -15,8 +15,8 @@ from tests.backend.groups import over
 from tests.ranks import Died, run_ranks
 
 
-@over("collectives")
 def exchanged(ctx):
+    """In any order, with tags and from any source."""
     after, before = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
     for count in (0, 1, 3, 1 << 20):
         got = torch.empty(count)
@@ -52,15 +52,9 @@ def exchanged(ctx):
     got = torch.empty(1 << 20)
     future = dist.irecv(got, before).get_future()
     assert (future.wait()[0] == 1).all() and work.wait() and total.item() == ctx.size
-    return True
 
 
-def test_in_any_order_with_tags_and_from_any_source(tmp_path):
-    assert all(run_ranks(exchanged, 3, tmp_path / "store"))
-
-
-@over("collectives")
-def many(ctx, count):
+def many(ctx, count=200):
     """Random messages of random tags; those of a pair and tag arrive in order."""
     peer, order = 1 - ctx.rank, random.Random(ctx.rank)
     plan = [random.Random(9).randrange(4) for _ in range(count)]
@@ -72,14 +66,8 @@ def many(ctx, count):
         assert got.item() == i
     for work in sends:
         work.wait()
-    return True
 
 
-def test_many_messages_with_tags(tmp_path):
-    run_ranks(many, 2, tmp_path / "store", 200)
-
-
-@over("collectives")
 def wrong(ctx):
     with pytest.raises((InvalidArgument, ValueError)):
         dist.send(torch.ones(1), ctx.rank)
@@ -92,30 +80,28 @@ def wrong(ctx):
     got = torch.zeros(1)
     (dist.send if ctx.rank == 0 else dist.recv)(torch.ones(1) if ctx.rank == 0 else got, 1 - ctx.rank)
     dist.barrier()
-    return True
 
 
-def test_wrong_calls(tmp_path):
-    run_ranks(wrong, 2, tmp_path / "store")
+def alone(ctx):
+    """Rank 2 sends to rank 0, which does not receive; rank 1 receives from rank 2, which does not send."""
+    group = dist.new_group()
+    if ctx.rank:
+        group.set_timeout(timedelta(seconds=1))
+        text, peer = ("from rank 2 to rank 0", 0) if ctx.rank == 2 else ("from rank 2 to rank 1", 2)
+        with pytest.raises(CollectiveTimeout, match=text) as caught:
+            dist.send(torch.ones(1), 0, group) if ctx.rank == 2 else dist.recv(torch.ones(1), 2, group)
+        assert caught.value.peers == (peer,)
+    dist.barrier()
 
 
 @over("collectives")
-def alone(ctx):
-    """Rank 2 sends to rank 0, which does not receive; rank 1 receives from rank 2, which does not send."""
-    message = None
-    if ctx.rank:
-        dist.group.WORLD.set_timeout(timedelta(seconds=1))
-        with pytest.raises(CollectiveTimeout) as caught:
-            dist.send(torch.ones(1), 0) if ctx.rank == 2 else dist.recv(torch.ones(1), 2)
-        message = str(caught.value), caught.value.peers
-    dist.barrier()
-    return message
+def of_three_ranks(ctx):
+    exchanged(ctx)
+    alone(ctx)
 
 
-def test_an_end_that_never_comes_is_named_with_the_groups_ranks(tmp_path):
-    _, (received, receives), (sent, sends) = run_ranks(alone, 3, tmp_path / "store")
-    assert "from rank 2 to rank 1" in received and receives == (2,)
-    assert "from rank 2 to rank 0" in sent and sends == (0,)
+def test_on_three_ranks(tmp_path):
+    run_ranks(of_three_ranks, 3, tmp_path / "store")
 
 
 def killed(ctx, path):
@@ -152,8 +138,8 @@ def both_ways(ctx, rounds, peer):
     return total
 
 
-@over("collectives")
 def blocking(ctx):
+    """Blocking calls wake no thread."""
     peer = 1 - ctx.rank
     before = set(threading.enumerate())  # a group that is gone may still wait for a peer that never came
     total = both_ways(ctx, 3, peer)
@@ -174,12 +160,17 @@ def blocking(ctx):
     works = [dist.irecv(got, peer), dist.isend(torch.ones(1), peer)]
     while not all(each.is_completed() for each in works):
         time.sleep(0.001)
-    return total, threads, sum(sums), got.item()
+    assert total == 0.0 + 1 + 2 and threads == [] and got.item() == 1
+    return sum(sums)
 
 
-def test_blocking_calls_wake_no_thread(tmp_path):
-    found = run_ranks(blocking, 2, tmp_path / "store")
-    total = 0.0 + 1 + 2
-    for each in found:
-        assert each[:2] == (total, []) and each[3] == 1
-    assert sum(each[2] for each in found) == 4 * sum(range(10))
+@over("collectives")
+def of_two_ranks(ctx):
+    found = blocking(ctx)
+    many(ctx)
+    wrong(ctx)
+    return found
+
+
+def test_on_two_ranks(tmp_path):
+    assert sum(run_ranks(of_two_ranks, 2, tmp_path / "store")) == 4 * sum(range(10))

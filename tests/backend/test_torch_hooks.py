@@ -1,7 +1,6 @@
-"""torch's own DDP communication hooks on the backend "collectives", and the order of what callbacks issue."""
+"""torch's own DDP communication hooks on the backend "collectives"."""
 
 import gc
-import time
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from tests.backend.groups import over
 from tests.ddp.training import loss_of, run, wrap
-from tests.ranks import run_ranks
 
 STEPS = 6
 
@@ -85,73 +82,3 @@ def test_torchs_hooks_train_as_on_gloo(tmp_path, ranks):
             torch.testing.assert_close(ours[0][name], expected, rtol=rtol, atol=rtol / 10, msg=name)
         if "local" not in name:
             assert all(torch.equal(each[name], ours[0][name]) for each in ours), name
-
-
-@over("collectives")
-def calls_of_callbacks(ctx):
-    """Collectives of the program, of callbacks, and of callbacks in these, on ranks of which one is late each time."""
-    found = []
-
-    def reduce(numel, value=1.0):
-        return dist.all_reduce(torch.full((numel,), value), async_op=True).get_future()
-
-    def late(rank):
-        if ctx.rank == rank:
-            time.sleep(0.05)
-
-    def third(done):
-        late(1)
-        found.append(dist_sum(5))
-        return done.value()
-
-    def dist_sum(numel):
-        tensor = torch.ones(numel)
-        dist.all_reduce(tensor)
-        return (numel, tensor.sum().item())
-
-    def second(done):
-        late(0)
-        inner = reduce(3).then(third)
-        found.append(dist_sum(7))
-        return inner.wait()
-
-    for _ in range(3):
-        first, other = reduce(1 << 20), reduce(2)
-        ends = [first.then(second), other.then(third)]
-        found.append(dist_sum(11))
-        dist.barrier()
-        assert [len(end.wait()[0]) for end in ends] == [3, 2]
-    return found
-
-
-def test_collectives_of_callbacks_come_in_one_order(tmp_path):
-    results = run_ranks(calls_of_callbacks, 2, tmp_path / "store")
-    assert results[0] == results[1]
-    assert results[0] == [(5, 10.0), (7, 14.0), (5, 10.0), (11, 22.0)] * 3
-
-
-@over("collectives")
-def callbacks_of_failed_calls(ctx):
-    future = dist.all_reduce(torch.ones(2 + ctx.rank), async_op=True).get_future()
-    with pytest.raises(RuntimeError, match="did not make the same call"):
-        future.then(lambda done: done.value()).wait()
-    return True
-
-
-def test_a_callback_gets_the_error_of_its_collective(tmp_path):
-    assert run_ranks(callbacks_of_failed_calls, 2, tmp_path / "store") == [True, True]
-
-
-@over("collectives")
-def transfers(ctx):
-    """Callbacks of sends and receives don't wait where they are registered: both ranks register before they send."""
-    received, found = torch.zeros(3), []
-    chained = dist.irecv(received, 1 - ctx.rank).get_future().then(lambda done: found.append(received.sum().item()))
-    sent = dist.isend(torch.full((3,), ctx.rank + 1.0), 1 - ctx.rank)
-    chained.wait()
-    sent.wait()
-    return found
-
-
-def test_callbacks_of_receives_do_not_block(tmp_path):
-    assert run_ranks(transfers, 2, tmp_path / "store") == [[6.0], [3.0]]

@@ -5,15 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.backend.groups import over
 from tests.ranks import run_ranks
@@ -45,14 +42,6 @@ def train(model, optimizer, inputs, max_norm=None):
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def ddp(ctx):
-    model = make_model()
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    train(wrapped, optimizer, batches(ctx.rank))
-    return whole(model.parameters())
 
 
 def fsdp2(ctx, *, engine_memory=False, policy=FULL_PRECISION):
@@ -107,24 +96,6 @@ def pipeline(ctx):
     return results
 
 
-def zero_redundancy(ctx):
-    model = make_model()
-    wrapped = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-    train(wrapped, optimizer, batches(ctx.rank))
-    optimizer.consolidate_state_dict(0)
-    return whole(model.parameters())
-
-
-def joined(ctx):
-    model = make_model()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Join([wrapped]):
-        train(wrapped, optimizer, batches(ctx.rank, 2 + ctx.rank))
-    return whole(model.parameters())
-
-
 def functional(ctx):
     import torch.distributed._functional_collectives as funcol
 
@@ -166,9 +137,7 @@ def load(ctx, folder):
     return whole_state(model, optimizer)
 
 
-PROGRAMS = [
-    ddp, fsdp2, fsdp2_in_engine_memory, fsdp2_bf16, tensor_parallel, pipeline, zero_redundancy, joined, functional,
-]  # fmt: skip
+PROGRAMS = [fsdp2, fsdp2_in_engine_memory, fsdp2_bf16, tensor_parallel, pipeline, functional]
 
 
 @over("collectives")

@@ -27,30 +27,6 @@ def test_a_bucket_is_aligned_ordered_and_tight(counts, itemsize, alignment):
     assert total * itemsize % alignment == 0
 
 
-@hypothesis.given(st.integers(0, 1 << 34), itemsizes)
-def test_padded(count, itemsize):
-    assert layout.pad_count(count, itemsize) == next(n for n in range(count, count + 16) if n * itemsize % 16 == 0)
-
-
-@pytest.mark.parametrize("itemsize", [0, -4, 3, 12, 32])
-def test_sizes_that_can_not_be_padded(itemsize):
-    for call in (lambda: layout.pad_count(1, itemsize), lambda: layout.bucket_layout([1], itemsize)):
-        with pytest.raises(InvalidArgument, match=f"elements of {itemsize} bytes can't be padded"):
-            call()
-
-
-def test_nothing():
-    assert layout.bucket_layout([], 4) == ((), 0)
-    assert layout.bucket_layout([0, 0], 4) == ((0, 0), 0)
-    assert layout.check_offsets([], []) == ((), 0)
-
-
-@hypothesis.given(st.integers(0, 1 << 40))
-def test_tiles(count):
-    tiles = layout.count_tiles(count)
-    assert (tiles - 1) * layout.TILE < count <= tiles * layout.TILE or (count == 0 and tiles == 0)
-
-
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60)), max_size=9))
 def test_offsets_are_refused_where_tensors_overlap(pieces):
     counts, offsets = [count for count, _ in pieces], [offset for _, offset in pieces]
@@ -67,25 +43,3 @@ def test_offsets_are_refused_where_tensors_overlap(pieces):
     second, first = map(int, re.findall(r"tensor (\d+)", str(caught.value))[:2])
     assert first < second and taken[first] & taken[second]
     assert caught.value.op == "pack"
-
-
-@pytest.mark.parametrize(
-    "offset, message",
-    [
-        (-1, "the offset of tensor 1 is -1: it must be 0 or more"),
-        (1 << 62, "the offset of tensor 1 is 4611686018427387904"),
-        (1.0, "the offset of tensor 1 must be an int, not 1.0"),
-        ("1", "the offset of tensor 1 must be an int, not '1'"),
-        (True, "the offset of tensor 1 must be an int, not True"),
-        (None, "the offset of tensor 1 must be an int, not None"),
-    ],
-)
-def test_offsets_that_are_none(offset, message):
-    with pytest.raises(InvalidArgument, match=re.escape(message)):
-        layout.check_offsets([0, offset], [1, 1])
-
-
-def test_as_many_offsets_as_tensors():
-    for offsets in ([], [0], [0, 1, 2]):
-        with pytest.raises(InvalidArgument, match=f"there are {len(offsets)} offsets for 2 tensors"):
-            layout.check_offsets(offsets, [1, 1])

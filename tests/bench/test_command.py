@@ -102,18 +102,14 @@ def test_peers_are_measured_or_named(whole):
 
 
 def test_every_dtype_and_reduction_is_right_on_three_ranks(tmp_path):
-    words = "--ranks 3 --op all_reduce -d all -o all --sizes 1000 -n 1 -w 0 -m 1 --json"
-    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
-    assert code == 0, out + err
-    rows = read_rows(tmp_path / "rows.jsonl")
-    assert len(rows) == 12 * 6 * 2 and not any(row["wrong"] for row in rows)
-
-
-def test_a_peer_without_the_dtype_is_left_out_of_that_case_alone(tmp_path):
-    words = "--ranks 2 --sizes 1K -d uint32,float -n 1 -w 0 -m 1 --turns 1 --peers gloo --json"
+    """A peer without a dtype is left out of these cases alone."""
+    words = "--ranks 3 --op all_reduce -d all -o all --sizes 1000 -n 1 -w 0 -m 1 --turns 1 --peers gloo --json"
     code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
     assert code == 0 and "# gloo: " in out, out + err
-    assert [row["dtype"] for row in read_rows(tmp_path / "rows.jsonl") if row["engine"] == "gloo"] == ["float32"]
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert sum(row["ours"] for row in rows) == 12 * 6 * 2 and not any(row["wrong"] for row in rows)
+    dtypes = {row["dtype"] for row in rows if row["engine"] == "gloo"}
+    assert "float32" in dtypes and "uint32" not in dtypes
 
 
 def test_simulated_hosts(tmp_path):
@@ -124,17 +120,10 @@ def test_simulated_hosts(tmp_path):
     assert found == {("host on 2 machines", 2), ("gloo", 2)}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--ranks 2 --collective all_reduce,gather --sizes 1K,16M --peers collectives",
-        "--ranks 3 --collective all --sizes 1K --peers gloo,mpi4py-openmpi",
-    ],
-)
-def test_fresh_data_in_every_call(tmp_path, words):
-    start = run if "mpi" in words else run_forked
-    words += " --zero-copy both --fresh -n 3 -m 2 -w 1 --turns 1 --json"
-    code, out, err = start(BENCH, *words.split(), tmp_path / "rows.jsonl")
+def test_fresh_data_in_every_call(tmp_path):
+    words = "--ranks 2 --collective all --sizes 1K,16M --peers collectives --zero-copy both --fresh"
+    words += " -n 3 -m 2 -w 1 --turns 1 --json"
+    code, out, err = run_forked(BENCH, *words.split(), tmp_path / "rows.jsonl")
     assert code == 0 and "# fresh: " in out, out + err
     rows = read_rows(tmp_path / "rows.jsonl")
     assert not any(row["wrong"] for row in rows) and all(row["fresh"] for row in rows)
@@ -222,8 +211,8 @@ def test_all_end_together(end):
 
 
 def test_the_time_limit_is_hard():
-    code, out, err = run_forked(BENCH, "--ranks", "2", "--sizes", "1K", "-n", "100000000", "-T", "5")
-    assert code == 1 and "Timeout (0:00:05)!" in err, out + err
+    code, out, err = run_forked(BENCH, "--ranks", "2", "--sizes", "1K", "-n", "100000000", "-T", "3")
+    assert code == 1 and "Timeout (0:00:03)!" in err, out + err
 
 
 @pytest.mark.gpu

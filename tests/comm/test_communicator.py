@@ -37,20 +37,6 @@ def call(comm, name, array, **options):
 # ---- What is done.
 
 
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        *((name, dtype) for name in PAIRS for dtype in (torch.float32, torch.bfloat16)),
-        *((name, dtype) for name in PAIRS[1:] for dtype in (torch.int16, torch.bool, torch.complex64)),
-    ],
-)
-def test_pairs_copy_in_a_world_of_one(comm, name, dtype):
-    inp = torch.tensor([1, 0, 3, 1, 0]).to(dtype)
-    out = torch.zeros(5, dtype=dtype)
-    getattr(comm, name)(out, inp)
-    assert torch.equal(out, inp)
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 3), (2, 0, 3)])
 def test_any_shape(comm, shape):
     array = torch.full(shape, 3.0)
@@ -122,6 +108,7 @@ REFUSED = {
     "mkldnn": (lambda: torch.ones(3).to_mkldnn(), r"\.to_dense\(\)"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "nested"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), r"\.int_repr\(\)"),
+    "one imaginary": (lambda: torch.tensor([1 + 2j]).conj().imag, r"lazy view.*other values: use \.resolve_neg\(\)"),
     "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), r"\.resolve_conj\(\)"),
     "negative": (lambda: torch._neg_view(torch.ones(3)), r"\.resolve_neg\(\)"),
     "wrapper": (Holder, "no memory of its own"),
@@ -159,15 +146,6 @@ def test_read_only_input_is_fine(comm):
     comm.all_gather(out, read_only())
     comm.broadcast(read_only(), 0)  # the root only reads
     assert out.tolist() == [1, 1, 1]
-
-
-def test_tensors_inside_vmap(comm):
-    def body(row):
-        comm.all_reduce(row)
-        return row
-
-    with pytest.raises(errors.InvalidArgument, match="no memory of its own"):
-        torch.func.vmap(body)(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "reduce", "reduce_scatter"])

@@ -51,21 +51,6 @@ def test_work(comm):
     assert work.op == "all_reduce" and work.nbytes == 12
 
 
-def test_wait_that_runs_out_can_be_repeated(comm, gate):
-    array = torch.ones(3)
-    work = comm.all_reduce(array, async_op=True)
-    assert not work.done() and work.exception() is None and "in flight" in repr(work)
-    started = time.monotonic()
-    with pytest.raises(errors.CollectiveTimeout, match="stays in flight") as caught:
-        work.wait(timeout=0.1)
-    assert 0.09 < time.monotonic() - started < 5
-    assert caught.value.op == "all_reduce" and caught.value.nbytes == 12
-    with pytest.raises(TimeoutError):
-        work.wait(0)
-    gate.set()
-    assert work.wait(timeout=10)
-
-
 def test_future_is_fulfilled_by_the_queue(comm, gate):
     array = torch.ones(3)
     work = comm.all_reduce(array, async_op=True)
@@ -113,41 +98,16 @@ def test_blocking_calls_come_after_queued_ones(comm, gate):
 
 def test_abort_ends_what_is_in_flight(comm, gate):
     work = comm.all_reduce(torch.ones(1), async_op=True)
+    comm.all_reduce(torch.ones(1), async_op=True)
     threading.Timer(0.2, gate.set).start()  # what holds the queue here isn't the engine's
-    comm.abort()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # not even of the one that nobody holds
+        comm.abort()
     with pytest.raises(errors.Aborted):
         work.wait()
     assert isinstance(work.exception(), errors.Aborted) and work.done()
     with pytest.raises(errors.InvalidUsage, match="was aborted"):
         comm.barrier()
-
-
-def test_abort_needs_no_warning_for_dropped_works(comm, gate):
-    comm.all_reduce(torch.ones(1), async_op=True)
-    threading.Timer(0.2, gate.set).start()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        comm.abort()
-
-
-def test_two_threads(comm):
-    arrays = [torch.ones(17) for _ in range(2)]
-    failures = []
-
-    def work(array):
-        try:
-            for _ in range(100):
-                comm.all_reduce(array, 1.5, async_op=True).wait()
-                comm.all_reduce(array, 1 / 1.5)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(array,)) for array in arrays]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures and all(torch.allclose(array, torch.ones(17)) for array in arrays)
 
 
 # ---- Groups.
@@ -161,41 +121,6 @@ def test_group_is_issued_at_its_end(comm):
         comm.all_reduce(a, 5)
         assert b.tolist() == [0, 0] and a.tolist() == [1, 1]
     assert a.tolist() == [5, 5] and b.sum() > 0
-
-
-def test_group_that_raises_is_dropped(comm):
-    a = torch.ones(2)
-    with pytest.raises(KeyError), comm.group():
-        comm.all_reduce(a, 5)
-        raise KeyError
-    comm.barrier()
-    assert a.tolist() == [1, 1]
-
-
-def test_groups_nest(comm):
-    a, b = torch.ones(1), torch.ones(1)
-    with comm.group():
-        comm.all_reduce(a, 2)
-        with comm.group():
-            comm.all_reduce(b, 3)
-        with pytest.raises(ZeroDivisionError), comm.group():
-            comm.all_reduce(a, 100)
-            1 / 0  # noqa: B018
-        assert b.item() == 1
-    assert (a.item(), b.item()) == (2, 3)
-
-
-def test_a_group_is_entered_once(comm):
-    group = comm.group()
-    tensor = torch.ones(2)
-    with group:
-        with pytest.raises(errors.InvalidUsage, match="open already"), group:
-            pass
-        comm.all_reduce(tensor, 3.0)
-    assert tensor.tolist() == [3.0, 3.0]
-    with group:  # again, when it has ended
-        comm.all_reduce(tensor, 2.0)
-    assert tensor.tolist() == [6.0, 6.0]
 
 
 def test_async_group(comm):
@@ -221,19 +146,6 @@ def test_group_refuses(comm):
     for name in ("send", "recv"):
         with pytest.raises(errors.InvalidUsage, match="same `with comm.group"):
             getattr(comm, name)(torch.ones(1), 0)
-
-
-def test_group_over_two_communicators(comm):
-    child = comm.split(0)
-    a, b = torch.ones(1), torch.ones(1)
-    with comm.group():
-        comm.all_reduce(a, 2)
-        child.all_reduce(b, 3)
-    with child.group():
-        works = [comm.all_reduce(a, 2, async_op=True), child.all_reduce(b, 3, async_op=True)]
-    assert [work.wait(10) for work in works] == [True, True]
-    assert (a.item(), b.item()) == (4, 9)
-    child.close()
 
 
 # ---- Memory.
@@ -315,13 +227,6 @@ def test_a_timeout_that_is_refused_leaves_nothing_open():
             Communicator(engine, engine.library.get_unique_id(), 0, 1, device="cpu", timeout=0)
         gc.collect()
     assert not [each for each in warned if issubclass(each.category, ResourceWarning)]
-
-
-def test_a_queue_does_not_outlive_its_communicator(comm):
-    comm.close()
-    with pytest.raises(errors.InvalidUsage, match="all_reduce.*: the communicator is closed"):
-        comm._queue.begin("all_reduce")
-    assert comm._queue._native is None
 
 
 def test_timeout(comm):
@@ -411,22 +316,10 @@ def test_a_forked_child_can_use_nothing(comm, gate):
     comm.all_reduce(tensor)
 
 
-# ---- init() and the end of the interpreter, in processes of their own.
+# ---- init() and the end of the interpreter, in a process of its own.
 
-
-def run_python(text, limit=60, **env):
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=limit, env={**clean, **env}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr, time.monotonic() - started
-
-
-def test_init_alone():
-    out, _, _ = run_python(
-        """
+PROGRAM = """
+import os, time
 import collectives, torch
 from collectives import errors
 comm = collectives.init()
@@ -438,48 +331,33 @@ for wrong in (lambda: collectives.init("nccl"), lambda: collectives.init("other"
     except (errors.InvalidUsage, errors.InvalidArgument) as error:
         print("refused", error)
 comm.close()
-again = collectives.init()
-assert again is not comm and not again.closed
+comm = collectives.init()
 t = torch.ones(2)
-again.all_reduce(t, 2)
-print(t.tolist())
-"""
-    )
-    assert out.count("refused") == 2 and "[2.0, 2.0]" in out
-
-
-def test_init_in_a_forked_child_names_the_cause():
-    out, _, _ = run_python(
-        """
-import os, sys
-import collectives
-collectives.init()
+comm.all_reduce(t, 2)
+print(t.tolist(), flush=True)
 child = os.fork()
 if child == 0:
     try:
         collectives.init()
-    except collectives.errors.InvalidUsage as error:
+    except errors.InvalidUsage as error:
         print(error, flush=True)
     os._exit(0)
 os.waitpid(child, 0)
-"""
-    )
-    assert "init(): the communicator was opened in the parent process" in out
-
-
-def test_exit_with_work_in_flight_is_bounded():
-    out, err, seconds = run_python(
-        """
-import collectives, torch, time, threading
-comm = collectives.init()
-t = torch.ones(2)
 comm.all_reduce(t, async_op=True)
 comm._queue._native.call(lambda: time.sleep(1))
 work = comm.all_reduce(t, async_op=True)
 future = work.future().then(lambda f: print("settled", flush=True))
 """
-    )
-    assert "settled" in out and not err and seconds < 40
+
+
+def test_init_alone_and_an_exit_with_work_in_flight():
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    assert time.monotonic() - started < 40
+    assert done.stdout.count("refused") == 2 and "[2.0, 2.0]" in done.stdout and "settled" in done.stdout
+    assert "init(): the communicator was opened in the parent process" in done.stdout
 
 
 def test_public_names():

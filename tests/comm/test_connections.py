@@ -18,45 +18,11 @@ from collectives import errors
 from collectives.comm.multinode import connecting
 from collectives.comm.multinode.addresses import find_address
 from collectives.comm.multinode.connecting import connect_ranks, parse_listener
-from collectives.comm.multinode.connections import Flow, NodeConnections, TransferError
 from collectives.comm.multinode.error_store import ErrorStore
 from tests.hosts import joined
 from tests.ranks import run_ranks
 
 LONG = 30 << 20  # bytes: more than what the system holds of a connection
-
-
-def connected(size, seconds=20.0):
-    """Return the connections of all ranks, which are threads of this process."""
-    store, opened = dist.HashStore(), {}
-
-    def connect(rank):
-        opened[rank] = NodeConnections(ErrorStore(store, "127.0.0.1", rank), rank, size, seconds)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [opened[rank] for rank in range(size)]
-
-
-@pytest.fixture
-def pair():
-    both = connected(2)
-    yield both
-    for each in both:
-        each.close()
-
-
-def exchange(connections, peer, data, room, seconds=20.0):
-    """Send data to a peer and return what comes from it."""
-    flow, found = connections.flow(peer), bytearray(room)
-    flow.outgoing += [memoryview(piece) for piece in data]
-    if room:
-        flow.incoming.append((memoryview(found), None))
-    connections.run([flow], seconds)
-    return found
 
 
 def in_thread(function, *args):
@@ -74,18 +40,6 @@ def in_thread(function, *args):
 
 
 # ---- Opening.
-
-
-def test_every_rank_is_connected_with_every_other_one():
-    ranks = connected(4)
-    for one in range(4):
-        for other in set(range(4)) - {one}:
-            thread, found = in_thread(exchange, ranks[other], one, [bytes([other])], 1)
-            assert exchange(ranks[one], other, [bytes([one])], 1) == bytes([other])
-            thread.join()
-            assert found == [bytes([one])]
-    for each in ranks:
-        each.close()
 
 
 def test_strangers_are_refused_while_ranks_connect(monkeypatch):
@@ -142,23 +96,29 @@ def test_strangers_that_keep_coming_do_not_extend_the_limit():
     assert isinstance(found[0], errors.CollectiveTimeout) and found[0].peers == (1,), found
 
 
-def test_a_rank_that_refuses_is_named():
-    store = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
+@pytest.fixture
+def store():
+    """Rank 1's, in which rank 0 has said where it is."""
+    made = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
+    made.set("address/0", json.dumps(["127.0.0.1", "127.0.0.1"]))
+    return made
+
+
+def say_where(store, server):
+    store.set("listens/0", json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]))
+
+
+def test_a_rank_that_refuses_is_named(store):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for rank in range(2):
-        store.set(f"address/{rank}", json.dumps(["127.0.0.1", "127.0.0.1"]))
-    store.set("listens/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+        say_where(store, server)
     with pytest.raises(errors.TransportError, match="could not connect to rank 0 at 127.0.0.1.*refused") as raised:
         connect_ranks(store, 1, 2, 20.0)
     assert raised.value.peers == (0,)
 
 
-def test_a_rank_that_ends_before_it_answers_is_named():
-    store = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
-    store.set("address/0", json.dumps(["127.0.0.1", "127.0.0.1"]))
+def test_a_rank_that_ends_before_it_answers_is_named(store):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        store.set("listens/0", json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]))
+        say_where(store, server)
         thread, found = in_thread(connect_ranks, store, 1, 2, 20.0)
         server.accept()[0].close()
         thread.join()
@@ -167,13 +127,11 @@ def test_a_rank_that_ends_before_it_answers_is_named():
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_rank_that_never_comes_is_named(listens):
+def test_a_rank_that_never_comes_is_named(store, listens):
     """Its record is missing, or nobody answers at its place."""
-    store = ErrorStore(dist.HashStore(), "127.0.0.1", 1)
-    store.set("address/0", json.dumps(["127.0.0.1", "127.0.0.1"]))
     with socket.create_server(("127.0.0.1", 0)) as server:
         if listens:
-            store.set("listens/0", json.dumps(["127.0.0.1", server.getsockname()[1], "00" * 16]))
+            say_where(store, server)
         text = "were not connected within 0.5 s: is a firewall" if listens else "did not come within .* to connect"
         with pytest.raises(errors.CollectiveTimeout, match=text) as raised:
             connect_ranks(store, 1, 2, 0.5)
@@ -187,82 +145,6 @@ def test_the_interface_can_be_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
     with pytest.raises(errors.TransportError, match="GLOO_SOCKET_IFNAME=none7: the interface has no address"):
         find_address(store, 0, 1, time.monotonic() + 20)
-
-
-# ---- What goes over them.
-
-
-def test_both_sides_send_more_than_the_system_holds(pair):
-    data = [os.urandom(100), bytes(range(256)) * (LONG // 256), b"end"]
-    whole = b"".join(data)
-    thread, found = in_thread(exchange, pair[1], 0, data, len(whole))
-    assert exchange(pair[0], 1, data, len(whole)) == whole
-    thread.join()
-    assert found == [whole]
-
-
-def test_a_wait_that_runs_out_of_time_names_the_rank(pair):
-    with pytest.raises(TransferError, match="out of time") as raised:
-        exchange(pair[0], 1, [], 1, seconds=0.1)
-    assert raised.value.peer == 1 and raised.value.timed_out
-
-
-def test_an_abort_ends_a_wait_here_and_there(pair):
-    here, found_here = in_thread(exchange, pair[0], 1, [], 2, None)
-    there, found_there = in_thread(exchange, pair[1], 0, [b"x"], 2, None)
-    while not (pair[0].awaited_peers and pair[1].awaited_peers):
-        time.sleep(0.001)
-    pair[0].abort()
-    for thread, found in ((here, found_here), (there, found_there)):
-        thread.join()
-        assert isinstance(found[0], TransferError) and not found[0].timed_out, found
-
-
-def test_what_came_before_an_abort_arrives_but_the_exchange_fails(pair):
-    flow = pair[0].flow(1)
-    flow.outgoing.append(memoryview(b"head"))
-    pair[0].run([flow], 20.0)
-    pair[0].abort()
-    flow, found = pair[1].flow(0), bytearray(4)
-    flow.outgoing.append(memoryview(b"mine"))
-    flow.incoming.append((memoryview(found), None))
-    with pytest.raises(TransferError, match="closed"):
-        pair[1].run([flow], 20.0)
-    assert found == b"head"
-
-
-def test_a_send_that_nobody_takes_ends_with_the_peer(pair):
-    thread, found = in_thread(exchange, pair[0], 1, [bytes(LONG)], 0, None)
-    while not pair[0].awaited_peers:
-        time.sleep(0.001)
-    pair[1].abort()
-    thread.join()
-    assert isinstance(found[0], TransferError) and found[0].peer == 1
-
-
-def test_a_peer_that_has_done_its_part_may_close(pair):
-    flow = pair[0].flow(1)
-    flow.outgoing.append(memoryview(b"last"))
-    pair[0].run([flow], 20.0)
-    pair[0].close()
-    assert exchange(pair[1], 0, [], 4) == b"last"
-
-
-def test_a_flow_that_is_held_receives_nothing_more(pair):
-    flow, first, second = pair[1].flow(0), bytearray(1), bytearray(1)
-    sender = pair[0].flow(1)
-    sender.outgoing.append(memoryview(b"ab"))
-    pair[0].run([sender], 20.0)
-
-    def hold():
-        flow.held = True
-
-    flow.incoming += [(memoryview(first), hold), (memoryview(second), None)]
-    pair[1].run([flow], 20.0, lambda: flow.held)
-    assert (first, second) == (b"a", b"\0") and not flow.is_done
-    flow.held = False
-    pair[1].run([flow], 20.0)
-    assert second == b"b" and isinstance(flow, Flow)
 
 
 # ---- Ranks.
@@ -297,7 +179,7 @@ def in_order(ctx, machines):
                 assert torch.equal(one, everyone[root])
 
 
-@pytest.mark.parametrize("machines", ["aabb", "abbab", "aabbc"])
+@pytest.mark.parametrize("machines", ["abbab"])
 def test_chunks_keep_the_order_of_sums(machines):
     run_ranks(in_order, len(machines), machines, timeout=60)
 

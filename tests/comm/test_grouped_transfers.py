@@ -33,17 +33,14 @@ def plain(ctx):
     mine, other = np.arange(5) + comm.rank, np.zeros(5, dtype=int)
     exchange(comm, mine, other)
     assert (other == np.arange(5) + 1 - comm.rank).all()
-    with comm.group():  # several for one peer keep their order
+    with comm.group() as group:  # several for one peer keep their order
         for value in range(4):
             comm.send(full(10 * comm.rank + value), 1 - comm.rank)
         received = [full(-1) for _ in range(4)]
         for each in received:
             comm.recv(each, 1 - comm.rank)
+        assert all(type(call) is _nccl.GroupedTransfer for call in group._calls)
     assert [int(each[0]) for each in received] == [10 * (1 - comm.rank) + value for value in range(4)]
-
-
-def test_plain_arrays():
-    run_ranks(plain, 2)
 
 
 def held(ctx):
@@ -60,10 +57,6 @@ def held(ctx):
         for each in received:
             comm.recv(each, 1 - comm.rank)
     assert all(torch.equal(a, full(1 - comm.rank + b, 100_000)) for a, b in zip(received, (0, 5), strict=True)), junk
-
-
-def test_memory_is_held():
-    run_ranks(held, 2)
 
 
 def mixed(ctx):
@@ -99,10 +92,6 @@ def mixed(ctx):
     assert torch.equal(other, full(peer))
 
 
-def test_among_other_calls():
-    run_ranks(mixed, 2)
-
-
 def left_out(ctx):
     """What a block that raises holds is dropped, and of an inner one only its own."""
     comm = ctx.communicator()
@@ -123,15 +112,14 @@ def left_out(ctx):
     group = comm.group()
     with group, pytest.raises(errors.InvalidUsage, match="open already"):
         group.__enter__()
-    exchange(comm, full(comm.rank), other)
+    with group:  # again, when it has ended
+        comm.send(full(comm.rank), peer)
+        comm.recv(other, peer)
+    assert torch.equal(other, full(peer))
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     with pytest.raises(errors.InvalidArgument, match="read-only|writ"), comm.group():
         comm.recv(read_only, peer)
-
-
-def test_blocks_that_raise():
-    run_ranks(left_out, 2)
 
 
 def two_communicators(ctx):
@@ -144,6 +132,10 @@ def two_communicators(ctx):
         one.recv(got[0], peer)
         two.recv(got[1], peer)
     assert torch.equal(got[0], full(10 + peer)) and torch.equal(got[1], full(20 + peer))
+    totals = full(1), full(2)
+    with two.group():
+        works = [each.all_reduce(total, async_op=True) for each, total in zip((one, two), totals, strict=True)]
+    assert all(work.wait(10) for work in works) and [total[0].item() for total in totals] == [2, 4]
     third = one.split(0)
     ends = (third.close, "inside a group that holds calls"), (third.abort, "send.*aborted"), (int, "aborted")
     for end, text in ends:
@@ -156,10 +148,6 @@ def two_communicators(ctx):
     exchange(one, full(one.rank), got[0])
     assert torch.equal(got[0], full(peer))
     two.close()
-
-
-def test_two_communicators():
-    run_ranks(two_communicators, 2)
 
 
 def other_thread(ctx):
@@ -183,10 +171,6 @@ def other_thread(ctx):
     second.close()
 
 
-def test_another_threads_group():
-    run_ranks(other_thread, 2)
-
-
 def differ(ctx):
     """Both ranks get the error, with both sides of it, and can go on."""
     comm = ctx.communicator()
@@ -197,10 +181,6 @@ def differ(ctx):
         assert raised.value.peers == (peer,) and raised.value.op in ("send", "recv")
         exchange(comm, full(comm.rank), other)
         assert torch.equal(other, full(peer))
-
-
-def test_ranks_that_differ():
-    run_ranks(differ, 2)
 
 
 def killed(ctx):
@@ -261,24 +241,10 @@ def left_by_a_generator(ctx):
     assert torch.equal(other, full(1 - comm.rank))
 
 
-def test_blocks_left_in_another_thread():
-    run_ranks(left_by_a_generator, 2)
+def every_way(ctx):
+    for way in (plain, held, mixed, left_out, two_communicators, other_thread, differ, left_by_a_generator):
+        way(ctx)
 
 
-def bare(ctx):
-    with pytest.raises(TypeError, match="come from ArrayCalls"):
-        _nccl.GroupedTransfer()
-    assert _nccl.issue_transfers([]) is False and _nccl.issue_transfers([1]) is False
-    comm, calls = ctx.communicator(), []
-    array = full(1)
-    with comm.group() as group:
-        comm.send(array, 1 - comm.rank)
-        comm.recv(full(0), 1 - comm.rank)
-        calls = list(group._calls)
-    assert [call.op for call in calls] == ["send", "recv"] and all(call.comm is comm for call in calls)
-    assert all(type(call) is _nccl.GroupedTransfer and call.nbytes == 400 for call in calls)
-    assert calls[0].steps == (("send", (array.data_ptr(), 100, 7, 1 - comm.rank)),) and calls[0].held[0] is array
-
-
-def test_the_object():
-    run_ranks(bare, 2)
+def test_sends_and_receives_in_groups():
+    run_ranks(every_way, 2)

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import collectives
@@ -27,64 +28,65 @@ def same_bits(results):
 # ---- One wire by itself.
 
 
-def lossy(ctx, count, wires):
-    """Reduce one made-up bucket by each wire; also give the exact average and this rank's own values."""
-    comm = ctx.communicator()
-    own = torch.randn(count, generator=torch.Generator().manual_seed(7 + ctx.rank))
-    found = {}
-    for name in wires:
-        flat = own.clone()
-        grad_stats = torch.zeros(2, dtype=torch.float64)
-        bucket = Bucket(flat, [flat], [0], 0)
-        sent = Quantized(name).reduce(comm, bucket, Scaling(divisor=ctx.size), grad_stats=grad_stats)
-        comm.all_reduce(grad_stats)
-        found[name] = (flat, sent, grad_stats)
-    return own, found
+COUNTS = [0, 1, 5, 256 * 3 + 7, 300_001]
+
+
+def lossy(ctx):
+    """Reduce made-up buckets by each wire; by count give this rank's own values, and the averages by wire."""
+    comm, found = ctx.communicator(), []
+    for count in COUNTS:
+        own, by_wire = torch.randn(count, generator=torch.Generator().manual_seed(7 + ctx.rank)), {}
+        for name in WIRES:
+            flat = own.clone()
+            grad_stats = torch.zeros(2, dtype=torch.float64)
+            bucket = Bucket(flat, [flat], [0], 0)
+            sent = Quantized(name).reduce(comm, bucket, Scaling(divisor=ctx.size), grad_stats=grad_stats)
+            comm.all_reduce(grad_stats)
+            by_wire[name] = (flat, sent, grad_stats)
+        found.append((own, by_wire))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("count", [0, 1, 5, 256 * 3 + 7, 300_001])
-def test_values_are_within_two_roundings(ranks, count):
-    results = run(lossy, ranks, count, WIRES)
-    owns = torch.stack([own for own, _ in results]).double()
-    exact = owns.mean(0)
-    for name in WIRES:
-        flats = [found[name][0] for _, found in results]
-        assert all(torch.equal(flat, flats[0]) for flat in flats)
-        if not count:
-            continue
-        form = WIRE_FORMATS[name]
-        # A block's scale is at most that of the largest value.
-        scale = owns.abs().max() / form.limit if form.scaled else 1.0
-        one = form.relative * owns.abs().mean(0) + form.absolute * scale
-        both = 1.001 * (one + form.relative * (exact.abs() + one) + form.absolute * scale) + 1e-6
-        if ranks == 1:
-            assert torch.equal(flats[0], results[0][0])
-        assert ((flats[0] - exact).abs() <= both).all()
-        grad_stats = results[0][1][name][2]
-        assert grad_stats[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
-        assert grad_stats[1] == 0
-        if count > 1000 and ranks > 1:
-            fp32 = 2 * (ranks - 1) * 4 * count / ranks
-            ratio = results[0][1][name][1] / fp32
-            assert 0.49 < ratio < 0.51 if form.itemsize == 2 else 0.25 < ratio < 0.27
+def test_values_are_within_two_roundings(ranks):
+    for count, *results in zip(COUNTS, *run(lossy, ranks), strict=True):
+        owns = torch.stack([own for own, _ in results]).double()
+        exact = owns.mean(0)
+        for name in WIRES:
+            flats = [found[name][0] for _, found in results]
+            assert all(torch.equal(flat, flats[0]) for flat in flats)
+            if not count:
+                continue
+            form = WIRE_FORMATS[name]
+            # A block's scale is at most that of the largest value.
+            scale = owns.abs().max() / form.limit if form.scaled else 1.0
+            one = form.relative * owns.abs().mean(0) + form.absolute * scale
+            both = 1.001 * (one + form.relative * (exact.abs() + one) + form.absolute * scale) + 1e-6
+            if ranks == 1:
+                assert torch.equal(flats[0], results[0][0])
+            assert ((flats[0] - exact).abs() <= both).all()
+            grad_stats = results[0][1][name][2]
+            assert grad_stats[0].item() == pytest.approx(flats[0].double().square().sum().item(), rel=1e-4)
+            assert grad_stats[1] == 0
+            if count > 1000 and ranks > 1:
+                fp32 = 2 * (ranks - 1) * 4 * count / ranks
+                ratio = results[0][1][name][1] / fp32
+                assert 0.49 < ratio < 0.51 if form.itemsize == 2 else 0.25 < ratio < 0.27
 
 
-@pytest.mark.parametrize("wire", ["int8", "bf16"])
-def test_a_value_that_is_not_finite_arrives_as_such_everywhere(wire):
-    for flat, grad_stats in run(with_infinity, 2, wire):
-        assert not flat[10].isfinite() and flat[600:].isfinite().all()
-        assert grad_stats[1] >= 1
+def with_infinity(ctx):
+    for wire in ("int8", "bf16"):
+        flat = torch.ones(1000)
+        if ctx.rank == 1:
+            flat[10] = math.inf
+        grad_stats, bucket = torch.zeros(2, dtype=torch.float64), Bucket(flat, [flat], [0], 0)
+        Quantized(wire).reduce(ctx.communicator(), bucket, Scaling(divisor=2), grad_stats=grad_stats)
+        ctx.communicator().all_reduce(grad_stats)
+        assert not flat[10].isfinite() and flat[600:].isfinite().all() and grad_stats[1] >= 1, wire
 
 
-def with_infinity(ctx, wire):
-    flat = torch.ones(1000)
-    if ctx.rank == 1:
-        flat[10] = math.inf
-    grad_stats = torch.zeros(2, dtype=torch.float64)
-    Quantized(wire).reduce(ctx.communicator(), Bucket(flat, [flat], [0], 0), Scaling(divisor=2), grad_stats=grad_stats)
-    ctx.communicator().all_reduce(grad_stats)
-    return flat, grad_stats
+def test_a_value_that_is_not_finite_arrives_as_such_everywhere():
+    run(with_infinity, 2)
 
 
 def fed_back(ctx, name, seed, factor):
@@ -121,11 +123,16 @@ def test_what_was_applied_and_what_is_kept_add_up(name, seed):
 
 
 @over_gloo
-def trained(ctx, options, steps=4, **how):
-    with mock.patch.dict(os.environ, {"COLLECTIVES_OVERLAP": how.pop("overlap", "0")}):
-        state = HookState(**options)
-        seen, params = train(wrap(make_model(), "torch", state, **how), steps, ctx.rank)
-        return [g for step in seen for g in step] + params, state.bytes_on_wire, state.stats(), repr(state)
+def trained(ctx, ways):
+    """Train in each way, (options of HookState, how it is used); give the values, the bytes sent, and what it says."""
+    found = []
+    for options, how in ways:
+        with mock.patch.dict(os.environ, {"COLLECTIVES_OVERLAP": how.get("overlap", "0")}):
+            state = HookState(**options)
+            ddp = wrap(make_model(), "torch", state, **{key: how[key] for key in how if key != "overlap"})
+            seen, params = train(ddp, 4, ctx.rank)
+        found.append(([g for step in seen for g in step] + params, state.bytes_on_wire, state.stats(), repr(state)))
+    return found
 
 
 def test_deterministic_bits_depend_on_no_bucket_no_stream_no_thread(tmp_path):
@@ -136,73 +143,70 @@ def test_deterministic_bits_depend_on_no_bucket_no_stream_no_thread(tmp_path):
         ({"deterministic": True, "algorithm": "direct"}, {"bucket_cap_mb": 25}),
         ({}, {"bucket_cap_mb": 0.002, "gradient_as_bucket_view": True, "overlap": "1"}),
     ]
-    found = [run(called, 3, tmp_path / str(i), *way)[0][0] for i, way in enumerate(ways)]
-    assert same_bits(found)
-    clipped = {"deterministic": True, "max_norm": 0.3}
-    caps = [run(called, 3, tmp_path / f"cap {cap}", clipped, {"bucket_cap_mb": cap})[0][0] for cap in (0.001, 25)]
-    assert same_bits(caps) and not same_bits([caps[0], found[0]])
+    caps = [({"deterministic": True, "max_norm": 0.3}, {"bucket_cap_mb": cap}) for cap in (0.001, 25)]
+    found = [values for values, *_ in run(trained, 3, tmp_path / "store", ways + caps)[0]]
+    assert same_bits(found[:5]) and same_bits(found[5:]) and not same_bits(found[4:6])
 
 
-def called(ctx, path, options, how):
-    return trained(ctx, path, options, **how)
+WIRED = [{"wire": "int8"}, {"wire": "bf16", "streams": 2}, {"wire": "fp16"}]
 
 
-@pytest.mark.parametrize("options", [{"wire": "int8"}, {"wire": "bf16", "streams": 2}, {"wire": "fp16"}])
-def test_compressed_training_is_close_and_equal_on_all_ranks(tmp_path, options):
-    ours = run(called, 2, tmp_path / "ours", options, {"overlap": "1"})
-    inline = run(called, 2, tmp_path / "inline", options, {})
-    exact = run(called, 2, tmp_path / "exact", {}, {})
-    assert same_bits([found[0] for found in (*ours, *inline)])
-    for a, b in zip(ours[0][0], exact[0][0], strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
-    ratio = ours[0][1] / exact[0][1]
-    # Buckets of a few blocks have much padding.
-    assert 0.5 <= ratio < 0.53 or (options["wire"] == "int8" and 0.25 <= ratio < 0.4)
-    assert ours[0][2]["bytes_on_wire"] == pytest.approx(4 * ours[0][1], rel=0.1)  # the first step has other buckets
-    assert ours[0][2]["ratio"] == pytest.approx(ratio, rel=0.1)
-    assert options["wire"] in ours[0][3]
+def test_compressed_training_is_close_and_equal_on_all_ranks(tmp_path):
+    ways = [({}, {}), *((options, {"overlap": "1"}) for options in WIRED), *((options, {}) for options in WIRED)]
+    results = run(trained, 2, tmp_path / "store", ways)
+    exact, sent, *_ = results[0][0]
+    for i, options in enumerate(WIRED, 1):
+        assert same_bits([found[at][0] for found in results for at in (i, i + len(WIRED))])
+        ours, nbytes, stats, text = results[0][i]
+        for a, b in zip(ours, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+        ratio = nbytes / sent
+        # Buckets of a few blocks have much padding.
+        assert 0.5 <= ratio < 0.53 or (options["wire"] == "int8" and 0.25 <= ratio < 0.4)
+        assert stats["bytes_on_wire"] == pytest.approx(4 * nbytes, rel=0.1)  # the first step has other buckets
+        assert stats["ratio"] == pytest.approx(ratio, rel=0.1)
+        assert options["wire"] in text
 
 
 # ---- Norm and statistics.
 
 
 @over_gloo
-def clipped(ctx, options, norm_type):
+def clipped(ctx, cases):
     """Our clipping, and torch's after plain DDP."""
-    state = HookState(max_norm=0.5, norm_type=norm_type, check_finite=True, **options)
-    ours, plain = wrap(make_model(), "torch", state), wrap(make_model(), "plain")
-    found = []
-    for step in range(3):
-        for ddp in (ours, plain):
-            ddp.zero_grad()
-            (loss_of(ddp, step, ctx.rank) * (0.05 if step == 1 else 1.0)).backward()
-        total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
-        assert state.nonfinite == 0
-        assert state.grad_norm == pytest.approx(total.item(), rel=1e-2 if "wire" in options else 1e-5)
-        found.append((total.item() > 0.5, [p.grad.clone() for p in ours.parameters()]))
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            tolerance = 0.03 if "wire" in options else 1e-6
-            torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
-    return found
+    for options, norm_type in cases:
+        state = HookState(max_norm=0.5, norm_type=norm_type, check_finite=True, **options)
+        ours, plain = wrap(make_model(), "torch", state), wrap(make_model(), "plain")
+        over = []
+        for step in range(3):
+            for ddp in (ours, plain):
+                ddp.zero_grad()
+                (loss_of(ddp, step, ctx.rank) * (0.05 if step == 1 else 1.0)).backward()
+            total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
+            assert state.nonfinite == 0
+            assert state.grad_norm == pytest.approx(total.item(), rel=1e-2 if "wire" in options else 1e-5)
+            over.append(total.item() > 0.5)
+            for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+                tolerance = 0.03 if "wire" in options else 1e-6
+                torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
+            mine = torch.cat([p.grad.flatten() for p in ours.parameters()])
+            other = mine.clone()
+            dist.broadcast(other, 0)
+            assert torch.equal(mine, other), "the ranks have other bits"
+        assert over in ([True, False, True], [True] * 3, [False] * 3)
 
 
 @pytest.mark.parametrize(
-    "ranks, options, norm_type",
+    ("ranks", "cases"),
     [
-        (2, {}, 2),
-        (3, {"streams": 2}, 2),
-        (2, {}, 1),
-        (2, {}, math.inf),
-        (2, {"wire": "int8"}, 2),
-        (2, {"wire": "bf16"}, 3),
-        (3, {"algorithm": "ring"}, 2),
-        (1, {}, 2),
+        (1, [({}, 2)]),
+        (2, [({}, 2), ({}, 1), ({}, math.inf), ({"wire": "int8"}, 2), ({"wire": "bf16"}, 3)]),
+        (3, [({"streams": 2}, 2), ({"algorithm": "ring"}, 2)]),
     ],
+    ids=["1", "2", "3"],
 )
-def test_clipping_is_that_of_torch(tmp_path, ranks, options, norm_type):
-    results = run(clipped, ranks, tmp_path / "store", options, norm_type)
-    assert [over for over, _ in results[0]] in ([True, False, True], [True] * 3, [False] * 3)
-    assert same_bits([[g for _, grads in found for g in grads] for found in results])
+def test_clipping_is_that_of_torch(tmp_path, ranks, cases):
+    run(clipped, ranks, tmp_path / "store", cases)
 
 
 @over_gloo
@@ -288,29 +292,25 @@ def resumed(ctx, options, stop):
     return [p.detach().clone() for p in model.parameters()], state.stats()["backwards"]
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": True}], ids=["fp32", "optimizer"])
-def test_training_goes_on_bit_for_bit(tmp_path, options):
-    whole, halves = (run(resumed, 2, tmp_path / str(stop), options, stop) for stop in (False, True))
-    assert whole[0][1] == halves[0][1] == 8
-    assert same_bits([found for found, _ in (*whole, *halves)])
-
-
 @pytest.mark.parametrize(
     "options",
     [
+        {},
+        {"optimizer": True},
         {"wire": "bf16", "error_feedback": True},
         {"wire": "int8", "error_feedback": True, "stochastic_rounding": True},
         {"wire": "int8", "error_feedback": True, "optimizer": True, "max_norm": 1.0},
     ],
-    ids=["bf16", "int8", "int8, optimizer"],
+    ids=["fp32", "optimizer", "bf16", "int8", "int8, optimizer"],
 )
-def test_training_goes_on_in_other_buckets(tmp_path, options):
-    """A new DDP has other buckets in its first backward, in which the wire and the norm are rounded in other places."""
+def test_training_goes_on(tmp_path, options):
+    """Bit for bit; but a new DDP has other buckets in its first backward, in which a wire rounds in other places."""
     whole, halves = (run(resumed, 2, tmp_path / str(stop), options, stop) for stop in (False, True))
     assert whole[0][1] == halves[0][1] == 8
     assert same_bits([found for found, _ in whole]) and same_bits([found for found, _ in halves])
+    tolerance = {"bf16": 1e-3, "int8": 1e-2}.get(options.get("wire"), 0)
     for found, expected in zip(halves[0][0], whole[0][0], strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 if options["wire"] == "bf16" else 1e-2)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 @over_gloo

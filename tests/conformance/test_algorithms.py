@@ -9,10 +9,23 @@ import time
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from collectives.comm.algorithms.schedule import shard_bounds
+from collectives.errors import InvalidArgument, InvalidUsage
 from tests import oracle
-from tests.conformance.cases import REDUCTIONS, Case, PreMulOps, Prepared, describe, reduced, scalar_of
+from tests.buffers import memory_of
+from tests.conformance.cases import (
+    REDUCTIONS,
+    Case,
+    PreMulOps,
+    Prepared,
+    describe,
+    is_refused_by_nccl,
+    reduced,
+    scalar_of,
+)
 from tests.conformance.worlds import ALGORITHMS, check
 from tests.oracle import DTYPES
 from tests.ranks import run_ranks
@@ -22,15 +35,13 @@ WORLDS = [
     pytest.param("nccl", 1, id="nccl-1", marks=pytest.mark.gpu),
     pytest.param("nccl", 2, id="nccl-2-on-one-gpu", marks=pytest.mark.gpu),
 ]
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")  # and reduce by "native"
 TORCH_NAMES = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 OPS = (*oracle.OPS, "premul")
 
 
 def tensor_at(engine: str, address: int, count: int, dtype: str):
     """Memory that somebody else owns, as a tensor."""
-    import torch
-
     name = getattr(torch, TORCH_NAMES.get(dtype, dtype))
     nbytes = count * DTYPES[dtype].itemsize
     if not count:
@@ -51,19 +62,23 @@ class ByAlgorithm(Prepared):
 
     def __init__(self, case, communicator, memory, algorithm: str, engine: str):
         self.communicator, self.algorithm, self.engine = communicator, algorithm, engine
-        super().__init__(case, communicator, memory, PreMulOps([]), algorithm == "direct")
+        in_rank_order = algorithm == "direct" or (algorithm == "native" and engine == "host")
+        super().__init__(case, communicator, memory, PreMulOps([]), in_rank_order)
 
     def issue(self, async_op=False):
         case, name = self.case, self.case.collective
         send, recv = self.addresses()
         out = tensor_at(self.engine, recv, self.recv_count, case.dtype)
-        options = {"algorithm": self.algorithm, "async_op": async_op}
+        options = {"async_op": async_op} | ({} if name == "reduce" else {"algorithm": self.algorithm})
         if name in REDUCTIONS:
             options["op"] = scalar_of(self.dtype, self.rank) if case.op == "premul" else case.op
             if case.op == "premul" and not self.dtype.is_float:
                 options["op"] = int(options["op"])
         if name == "all_reduce":
             work = self.communicator.all_reduce(out, **options)
+        elif name == "reduce":
+            inp = tensor_at(self.engine, send, self.send_count, case.dtype)
+            work = self.communicator.reduce(inp, case.root, **options)
         else:
             inp = tensor_at(self.engine, send, self.send_count, case.dtype)
             work = getattr(self.communicator, name)(out, inp, **options)
@@ -74,8 +89,8 @@ class ByAlgorithm(Prepared):
 
     def wrong_values(self, got):
         case, dtype = self.case, self.dtype
-        if self.algorithm == "direct" or case.collective not in REDUCTIONS:
-            return super().wrong_values(got)  # direct: the very bits of the sum in rank order
+        if self.algorithm != "ring" or case.collective not in REDUCTIONS:
+            return super().wrong_values(got)  # of direct and on the host: the very bits of the sum in rank order
         start = self.rank * case.count if case.collective == "reduce_scatter" else 0
         seeds = tuple(self.seed(r) for r in range(self.n))
         inputs, scalars, _ = reduced(dtype, case.op, self.send_count, seeds, start, start + case.count)
@@ -98,25 +113,24 @@ class ByAlgorithm(Prepared):
 
 def matrix(ctx, algorithm):
     """Types x ops x forms; the sizes, addresses and blocking calls go round as the cases go on."""
-    from tests.buffers import memory_of
-
     comm, memory = ctx.communicator(), memory_of(ctx.engine)
     n = ctx.size
     found: list[str] = []
     forms = [
         (dtype, collective, op, inplace)
         for dtype in DTYPES
-        for collective in OPERATIONS
+        for collective in (*OPERATIONS, *(["reduce"] if algorithm == "native" else []))
         for op in (OPS if collective in REDUCTIONS else ("sum",))
-        for inplace in ((True,) if collective == "all_reduce" else (False, True))
+        for inplace in ((True,) if collective in ("all_reduce", "reduce") else (False, True))
     ]
     for k, (dtype, collective, op, inplace) in enumerate(forms):
-        if k % {1: 3, 4: 3, 5: 2}.get(n, 1):
+        if k % {1: 3, 4: 3, 5: 2}.get(n, 1) or is_refused_by_nccl(ctx.engine, n, DTYPES[dtype], op):
             continue
         itemsize = DTYPES[dtype].itemsize
         sizes = sorted({0, 1, n - 1, n + 1, 97, 16 * n, 256 // itemsize, 499})
         count, offset = sizes[k % len(sizes)], (0, 1, 3)[k % 3] * itemsize
-        case = Case(collective, dtype, count, op=op, inplace=inplace, offset=offset, null=k % 2 == 0)
+        how = {"op": op, "root": k % n, "inplace": inplace, "offset": offset, "null": k % 2 == 0}
+        case = Case(collective, dtype, count, **how)
         prepared = ByAlgorithm(case, comm, memory, algorithm, ctx.engine)
         try:
             prepared.issue(async_op=k % 4 < 2)
@@ -130,7 +144,7 @@ def matrix(ctx, algorithm):
 
 
 @pytest.mark.parametrize(("engine", "n"), WORLDS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ("native", *ALGORITHMS))
 def test_matrix(algorithm, engine, n):
     check(matrix_of_small_chunks, engine, n, algorithm)
 
@@ -146,8 +160,6 @@ def matrix_of_small_chunks(ctx, algorithm):
 
 def bits(ctx, count):
     """Results of all algorithms and several chunk sizes, against native's."""
-    import torch
-
     found = []
     device = ctx.communicator().device
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
@@ -185,8 +197,6 @@ def test_bits_depend_on_no_chunk_and_no_bucket(engine, n):
 
 def mixed_calls(ctx):
     """Native calls, rings and directs, blocking and not: each sees what the one before has left."""
-    import torch
-
     comm, n = ctx.communicator(), ctx.size
     x = torch.full((3000,), float(ctx.rank + 1), device=comm.device)
     parts = torch.zeros(3000 * n, device=comm.device)
@@ -212,8 +222,6 @@ def test_calls_take_effect_in_order(engine, n):
 
 def does_not_block(ctx):
     """Rank 0 gets its Work before the others have called anything, once the ranks have made a first call."""
-    import torch
-
     found = []
     with ctx.new_communicator() as comm:
         comm.all_reduce(torch.ones(1), algorithm="ring", async_op=True).wait()  # makes the communicator of the steps
@@ -236,10 +244,6 @@ def test_async_calls_do_not_block():
 
 
 def refusals(ctx):
-    import torch
-
-    from collectives.errors import InvalidArgument, InvalidUsage
-
     x = torch.ones(100)
     comm = ctx.communicator()
     for name in ("rings", 3, ["ring"]):
@@ -264,9 +268,11 @@ def refusals(ctx):
         assert ordered.deterministic and not comm.deterministic
         for inner in (ordered, ordered.split(0)):
             assert inner.deterministic
-            with pytest.raises(InvalidUsage, match="rank order"):
-                inner.all_reduce(x, algorithm="ring")
-            inner.all_reduce(x, "max", algorithm="ring")
+            for op in ("sum", dist.ReduceOp.SUM, 2.0):
+                with pytest.raises(InvalidUsage, match="rank order"):
+                    inner.all_reduce(x, op, algorithm="ring")
+            for op in ("max", dist.ReduceOp.MAX, dist.ReduceOp.MIN):  # one result in any order
+                inner.all_reduce(x, op, algorithm="ring")
             inner.all_gather(y, torch.full((5,), 2j), algorithm="ring")
             for algorithm in ("direct", "native", None):
                 inner.all_reduce(x, "avg", algorithm=algorithm)
@@ -317,8 +323,6 @@ def test_misaligned_arrays_on_one_rank(algorithm):
 
 
 def calls_of_threads(ctx, algorithm):
-    import torch
-
     comm = ctx.communicator()
     wrong = []
 
@@ -341,28 +345,7 @@ def test_threads_do_not_share_scratch(algorithm):
     assert run_ranks(calls_of_threads, 1, algorithm) == [[]]
 
 
-def largest_and_smallest(ctx):
-    import torch
-    import torch.distributed as dist
-
-    from collectives.errors import InvalidUsage
-
-    comm = ctx.new_communicator(deterministic=True)
-    for op in ("max", dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-        comm.all_reduce(torch.ones(8), op, algorithm="ring")
-    for op in ("sum", dist.ReduceOp.SUM, 2.0):
-        with pytest.raises(InvalidUsage, match="rank order"):
-            comm.all_reduce(torch.ones(8), op, algorithm="ring")
-    comm.close()
-
-
-def test_torchs_max_and_min_have_one_result_in_any_order():
-    run_ranks(largest_and_smallest, 2)
-
-
 def time_of_a_plan(ctx):
-    import torch
-
     os.environ["COLLECTIVES_CHUNK"] = "1024"
     comm = ctx.new_communicator()
     begun = time.monotonic()

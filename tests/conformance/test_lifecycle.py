@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
 import threading
 import time
 
@@ -14,7 +16,6 @@ from tests.conformance.worlds import WORLDS, check, environment
 from tests.rank_process import library_path, open_ranks
 from tests.ranks import run_ranks
 
-RANKS = [1, 2, 3, 4, 7]
 A_FEW = [Case("all_reduce", "float32", 1000, op="avg"), Case("all_gather", "int8", 5), Case("broadcast", "int64", 3)]
 
 
@@ -61,85 +62,25 @@ def non_blocking(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_non_blocking_init(n):
-    check(non_blocking, "host", n)
-
-
-class ShortConfig(ctypes.Structure):
-    """ncclConfig_t as NCCL 2.14 had it: what an older client passes."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-    )
-
-
 class UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-def raw_library(ctx):
-    raw = ctypes.CDLL(library_path(ctx.engine))
-    raw.ncclCommInitRankConfig.argtypes = (
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_int,
-        UniqueId,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    )
-    raw.ncclCommDestroy.argtypes = (ctypes.c_void_p,)
-    raw.ncclGetLastError.argtypes = (ctypes.c_void_p,)
-    raw.ncclGetLastError.restype = ctypes.c_char_p
-    raw.ncclAllReduce.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    )
-    return raw
-
-
 def older_config(ctx):
-    """Only as much of a config is read as its size field says: what lies behind it is poison."""
-    raw = raw_library(ctx)
-    unique_id = UniqueId.from_buffer_copy(ctx.unique_id())
-    block = (ctypes.c_ubyte * 512)(*([0xFF] * 512))
-    config = ShortConfig.from_buffer(block)
-    config.size, config.magic, config.version, config.blocking = ctypes.sizeof(ShortConfig), 0xCAFEBEEF, 21400, 1
-    comm = ctypes.c_void_p()
-    code = raw.ncclCommInitRankConfig(ctypes.byref(comm), ctx.size, unique_id, ctx.rank, ctypes.addressof(block))
-    if code:
-        return [f"rank {ctx.rank}: a config of 2.14 gives {code}: {raw.ncclGetLastError(None)}"]
-    x = np.full(10, ctx.rank + 1.0, np.float32)
-    code = raw.ncclAllReduce(x.ctypes.data, x.ctypes.data, 10, 7, 0, comm, None)
-    good = code == 0 and np.all(x == ctx.size * (ctx.size + 1) / 2)
-    code = code or raw.ncclCommDestroy(comm)
-    return [] if good and code == 0 else [f"rank {ctx.rank}: {code} {x}"]
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_config_of_an_older_client(n):
-    check(older_config, "host", n)
-
-
-def bad_config(ctx):
-    raw = raw_library(ctx)
-    unique_id = UniqueId.from_buffer_copy(ctx.library.get_unique_id())
-    config = ShortConfig(ctypes.sizeof(ShortConfig), 0x12345678, 21400, 1)
-    comm = ctypes.c_void_p()
-    code = raw.ncclCommInitRankConfig(ctypes.byref(comm), 1, unique_id, 0, ctypes.addressof(config))
-    text = (raw.ncclGetLastError(None) or b"").decode()
-    return [] if code in (4, 5) and "config" in text.lower() else [f"a config without the magic gives {code}: {text}"]
-
-
-def test_config_without_the_magic_is_refused():
-    check(bad_config, "host", 1)
+    """Only as much of a config is read as its size field says, what lies behind it is poison; it has a magic number."""
+    raw, comm, found = ctypes.CDLL(library_path(ctx.engine)), ctypes.c_void_p(), []
+    raw.ncclGetLastError.restype = ctypes.c_char_p
+    for magic, n in ((0x12345678, 1), (0xCAFEBEEF, ctx.size)):
+        id_ = UniqueId.from_buffer_copy(ctx.unique_id() if n > 1 else ctx.library.get_unique_id())
+        # ncclConfig_t as NCCL 2.14 had it, what an older client passes: size, magic, version, blocking.
+        config = ctypes.create_string_buffer(struct.pack("<QIIi", 24, magic, 21400, 1).ljust(512, b"\xff"))
+        code = raw.ncclCommInitRankConfig(ctypes.byref(comm), n, id_, ctx.rank if n > 1 else 0, config)
+        text = (raw.ncclGetLastError(None) or b"").decode()
+        if magic == 0xCAFEBEEF:
+            found += [f"a config of 2.14 gives {code}: {text}"] * bool(code or raw.ncclCommDestroy(comm))
+        elif code not in (4, 5) or "config" not in text.lower():
+            found.append(f"a config without the magic gives {code}: {text}")
+    return found
 
 
 def threads_as_ranks(ctx, n):
@@ -215,11 +156,6 @@ def splits(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_split(n):
-    check(splits, "host", n)
-
-
 def splits_in_a_group(ctx):
     """Splits of two parents between group_start and group_end."""
     first, second = ctx.new_comm(), ctx.new_comm()
@@ -231,11 +167,6 @@ def splits_in_a_group(ctx):
     for comm in (a, b, first, second):
         comm.destroy()
     return found
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_split_inside_a_group(n):
-    check(splits_in_a_group, "host", n)
 
 
 def shrinks(ctx, exclude):
@@ -261,80 +192,6 @@ def test_shrink(n, exclude):
     check(shrinks, "host", n, exclude)
 
 
-def bad_arguments_of_init(ctx):
-    from collectives.errors import CollectivesError, InvalidArgument
-
-    library = ctx.library
-    good = library.get_unique_id()
-    tries = {
-        "rank past the end": (lambda: library.comm_init_rank(2, good, 2), InvalidArgument),
-        "negative rank": (lambda: library.comm_init_rank(2, good, -1), InvalidArgument),
-        "no ranks": (lambda: library.comm_init_rank(0, good, 0), InvalidArgument),
-        "garbage id": (lambda: library.comm_init_rank(1, b"\x5a" * 128, 0), CollectivesError),
-        "id of zeros": (lambda: library.comm_init_rank(1, bytes(128), 0), CollectivesError),
-        "more ranks than there can be": (lambda: library.comm_init_rank(1 << 20, good, 0), CollectivesError),
-    }
-    found = []
-    for name, (call, expected) in tries.items():
-        try:
-            call()
-        except expected as error:
-            if not error.message:
-                found.append(f"{name}: no text")
-        except Exception as error:
-            found.append(f"{name}: {error!r}")
-        else:
-            found.append(f"{name}: was accepted")
-    for wrong in (b"", b"x" * 127, b"x" * 129):
-        try:
-            library.comm_init_rank(1, wrong, 0)
-        except (InvalidArgument, ValueError):
-            continue
-        found.append(f"an id of {len(wrong)} bytes was accepted")
-    return found
-
-
-def test_bad_arguments_of_init():
-    check(bad_arguments_of_init, "host", 1)
-
-
-def after_the_end(ctx):
-    from collectives.errors import InvalidUsage
-
-    found = []
-    x = np.ones(4, np.float32)
-    for name in ("destroy", "abort"):
-        comm = ctx.new_comm()
-        getattr(comm, name)()
-        calls = {
-            "all_reduce": lambda c=comm: c.all_reduce(x.ctypes.data, x.ctypes.data, 4, 7, 0),
-            "split": lambda c=comm: c.split(0, 0),
-            "async_error": lambda c=comm: c.async_error(),
-            "register": lambda c=comm: c.register(x.ctypes.data, 16),
-        }
-        for call_name, call in calls.items():
-            try:
-                call()
-            except InvalidUsage as error:
-                if "closed" not in str(error):
-                    found.append(f"{call_name} after {name}: {error}")
-            except Exception as error:
-                found.append(f"{call_name} after {name}: {error!r}")
-            else:
-                found.append(f"{call_name} after {name} was accepted")
-        for again in ("destroy", "abort"):
-            try:
-                getattr(comm, again)()
-            except InvalidUsage:
-                pass
-    return found
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_use_after_the_end_is_refused(n):
-    check(after_the_end, "host", n)
-
-
 def destroyed_one_after_the_other(ctx):
     """A rank may end its communicator while the others are still working among themselves on another one."""
     whole, pair = ctx.new_comm(), ctx.new_comm()
@@ -348,11 +205,6 @@ def destroyed_one_after_the_other(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_destroy_does_not_wait_for_the_others(n):
-    check(destroyed_one_after_the_other, "host", n)
-
-
 def destroyed_right_after_the_last_call(ctx):
     """The last collective's result reaches slow ranks although the fast ones have already left."""
     found = []
@@ -361,11 +213,6 @@ def destroyed_right_after_the_last_call(ctx):
         found += run_cases(ctx, [Case("all_reduce", "float32", 9000, seed=i)], comm)
         comm.destroy()
     return found
-
-
-@pytest.mark.parametrize("n", [2, 7])
-def test_destroy_right_after_the_last_call(n):
-    check(destroyed_right_after_the_last_call, "host", n)
 
 
 def named_ids(ctx):
@@ -380,15 +227,8 @@ def named_ids(ctx):
     return found
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_id_from_a_name_needs_no_exchange(n):
-    check(named_ids, "host", n)
-
-
 def open_many(ctx):
     """Communicators come and go without leaving memory or descriptors behind."""
-    import os
-
     def descriptors():
         return len(os.listdir("/proc/self/fd"))
 
@@ -452,3 +292,16 @@ def int8_average_of_many(ctx, n):
 def test_average_over_more_ranks_than_the_type_can_count(n):
     (found,) = run_ranks(int8_average_of_many, 1, n, timeout=60, env=environment("host"))
     assert not found, found
+
+
+PROGRAMS = [
+    (non_blocking, 1), (non_blocking, 3), (older_config, 1), (older_config, 2), (splits, 1), (splits, 2),
+    (splits, 3), (splits, 5), (splits_in_a_group, 1), (splits_in_a_group, 3), (destroyed_one_after_the_other, 2),
+    (destroyed_one_after_the_other, 4), (destroyed_right_after_the_last_call, 2),
+    (destroyed_right_after_the_last_call, 7), (named_ids, 1), (named_ids, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_life(program, n):
+    check(program, "host", n)

@@ -9,33 +9,13 @@ import time
 import numpy as np
 import pytest
 
+from collectives.errors import CollectivesError
 from tests.buffers import memory_of
-from tests.conformance.cases import COLLECTIVES, Case, PreMulOps, Prepared, run_cases
+from tests.conformance.cases import Case, PreMulOps, Prepared, run_cases
 from tests.conformance.worlds import check
 
-RANKS = [1, 2, 3, 4, 7]
 F32 = 7
 SUM = 0
-
-
-def queued_matrix(ctx):
-    queue = ctx.library.queue_create()
-    cases = [
-        Case(collective, dtype, count, op="avg", root=ctx.size - 1, inplace=inplace, seed=3)
-        for collective in COLLECTIVES
-        for dtype in ("int8", "float32", "bfloat16")
-        for count in (0, 1, 1023, 5000)
-        for inplace in (False, True)
-    ]
-    found = run_cases(ctx, cases, queue=queue)
-    assert queue.get(0) == 0  # nothing pending
-    queue.close()
-    return found
-
-
-@pytest.mark.parametrize("n", RANKS)
-def test_all_collectives_queued(n):
-    check(queued_matrix, "host", n)
 
 
 def take_turns(ctx):
@@ -62,36 +42,6 @@ def take_turns(ctx):
         assert queue.wait(queue.record(), 20)  # its operations are done; its own bookkeeping may follow a moment later
         queue.close()
     return [] if np.allclose(x, want, rtol=1e-5) else [f"rank {ctx.rank}: got {x[:3]}, want {want[:3]}"]
-
-
-@pytest.mark.parametrize("n", RANKS)
-def test_order_across_two_queues_and_the_null_stream(n):
-    check(take_turns, "host", n)
-
-
-def tickets(ctx):
-    comm, queue = ctx.comm(), ctx.library.queue_create()
-    assert queue.record() == 0
-    assert queue.done(0)
-    x = np.ones(4, np.float32)
-    seen = []
-    for _ in range(5):
-        comm.all_reduce(x.ctypes.data, x.ctypes.data, 4, F32, SUM, queue.handle)
-        seen.append(queue.record())
-    assert seen == [1, 2, 3, 4, 5]
-    assert queue.wait(3, 20)
-    assert queue.wait(5, 20)
-    assert all(queue.done(t) for t in seen)
-    assert queue.wait(5, 0)
-    assert np.all(x == float(ctx.size) ** 5)
-    assert queue.get(2) > 0  # the kernel's id of the thread
-    queue.close()
-    return []
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_tickets(n):
-    check(tickets, "host", n)
 
 
 def wait_runs_out(ctx):
@@ -121,64 +71,25 @@ def wait_runs_out(ctx):
     return []
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_wait_that_runs_out_leaves_the_operation_in_flight(n):
-    check(wait_runs_out, "host", n)
-
-
 def callbacks(ctx):
+    """They run in order in the queue's thread; closing a queue runs what is in it to its end."""
     comm, queue = ctx.comm(), ctx.library.queue_create()
+    core = sorted(os.sched_getaffinity(0))[0]
+    assert queue.get(1) == -1
+    queue.set(1, core)
+    assert queue.get(1) == core and os.sched_getaffinity(queue.get(2)) == {core}
     x = np.ones(5000, np.float32)
     seen = []
     for _ in range(3):
         comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM, queue.handle)
         queue.call(lambda: seen.append((float(x[-1]), threading.get_native_id())))
-    assert queue.wait(queue.record(), 30)
-    assert [value for value, _ in seen] == [float(ctx.size) ** k for k in (1, 2, 3)]
-    assert {thread for _, thread in seen} == {queue.get(2)}
+    thread = queue.get(2)
     queue.close()
+    assert seen == [(float(ctx.size) ** k, thread) for k in (1, 2, 3)]
     return []
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_callbacks_run_in_order_in_the_queues_thread(n):
-    check(callbacks, "host", n)
-
-
-def binding_to_a_core(ctx):
-    queue = ctx.library.queue_create()
-    core = sorted(os.sched_getaffinity(0))[0]
-    assert queue.get(1) == -1
-    queue.set(1, core)
-    assert queue.get(1) == core
-    assert os.sched_getaffinity(queue.get(2)) == {core}
-    queue.close()
-    return []
-
-
-def test_queue_can_be_bound_to_a_core():
-    check(binding_to_a_core, "host", 1)
-
-
-def closed_with_work_in_it(ctx):
-    """Closing a queue runs what is in it to its end."""
-    comm, queue = ctx.comm(), ctx.library.queue_create()
-    x = np.ones(50_000, np.float32)
-    for _ in range(10):
-        comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, 4, queue.handle)
-    comm.all_reduce(x.ctypes.data, x.ctypes.data, x.size, F32, SUM, queue.handle)
-    queue.close()
-    return [] if np.all(x == ctx.size) else [f"{x[:4]}"]
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_close_runs_what_is_queued(n):
-    check(closed_with_work_in_it, "host", n)
 
 
 def not_a_queue(ctx):
-    from collectives.errors import CollectivesError
-
     comm = ctx.comm()
     p = Prepared(Case("all_reduce", "float32", 10), comm, memory_of("host"), PreMulOps([comm]), True)
     decoy = np.zeros(4096, np.uint8)  # readable memory that is no queue
@@ -192,33 +103,12 @@ def not_a_queue(ctx):
     return run_cases(ctx, [Case("all_reduce", "float32", 10)])
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_stream_that_is_no_queue_is_refused(n):
-    check(not_a_queue, "host", n)
+PROGRAMS = [
+    (take_turns, 1), (take_turns, 2), (take_turns, 3), (wait_runs_out, 2), (wait_runs_out, 3), (callbacks, 1),
+    (callbacks, 3), (not_a_queue, 1), (not_a_queue, 2),
+]  # fmt: skip
 
 
-def two_threads(ctx):
-    """Two threads, each with a communicator and a queue of its own, at the same time."""
-    comms = [ctx.new_comm(), ctx.new_comm()]
-    found = []
-
-    def work(k):
-        try:
-            queue = ctx.library.queue_create()
-            cases = [Case("all_reduce", "float32", 1 + i * 37, op="sum", seed=k + 1) for i in range(30)]
-            found.extend(run_cases(ctx, cases, comms[k], queue=queue if k else None))
-            queue.close()
-        except Exception as error:
-            found.append(repr(error))
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_two_threads_with_a_communicator_each(n):
-    check(two_threads, "host", n)
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_queues(program, n):
+    check(program, "host", n)

@@ -1,12 +1,16 @@
-"""Calls that can't be carried out, for their arguments; and facts about the library."""
+"""Calls that can't be carried out, for their arguments, or since the communicator has ended."""
 
 from __future__ import annotations
+
+import contextlib
 
 import numpy as np
 import pytest
 
+from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage
 from tests.conformance.cases import Case, run_cases
 from tests.conformance.worlds import check
+from tests.ranks import run_ranks
 
 F32, SUM = 7, 0
 
@@ -31,8 +35,6 @@ def refused(calls: dict, errors, words=()) -> list[str]:
 
 def wrong_arguments(ctx):
     """Wrong on every rank alike: refused before anything is sent, and the communicator works on."""
-    from collectives.errors import InvalidArgument
-
     comm, n = ctx.comm(), ctx.size
     x, y = np.ones(64, np.float32), np.ones(64 * n, np.float32)
     a, b = x.ctypes.data, y.ctypes.data
@@ -65,24 +67,62 @@ def wrong_arguments(ctx):
     return found + run_cases(ctx, [Case("all_reduce", "float32", 10)])
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_wrong_arguments(n):
-    check(wrong_arguments, "host", n)
-
-
-def library_facts(ctx):
+def bad_arguments_of_init(ctx):
     library = ctx.library
-    found = []
-    if library.version < 23000 or not library.is_host:
-        found.append(f"version {library.version}, host {library.is_host}")
-    comm = ctx.comm()
-    before = comm.sequence()
-    run_cases(ctx, [Case("all_reduce", "float32", 10), Case("all_gather", "float32", 10)])
-    if comm.sequence() != before + 2:
-        found.append(f"two collectives moved the sequence number from {before} to {comm.sequence()}")
+    good = library.get_unique_id()
+    calls = {
+        "rank past the end": lambda: library.comm_init_rank(2, good, 2),
+        "negative rank": lambda: library.comm_init_rank(2, good, -1),
+        "no ranks": lambda: library.comm_init_rank(0, good, 0),
+    }
+    found = refused(calls, InvalidArgument)
+    calls = {
+        "garbage id": lambda: library.comm_init_rank(1, b"\x5a" * 128, 0),
+        "id of zeros": lambda: library.comm_init_rank(1, bytes(128), 0),
+        "more ranks than there can be": lambda: library.comm_init_rank(1 << 20, good, 0),
+    }
+    return found + refused(calls, CollectivesError)
+
+
+def after_the_end(ctx):
+    x, found = np.ones(4, np.float32), []
+    for end in ("destroy", "abort"):
+        comm = ctx.new_comm()
+        getattr(comm, end)()
+        calls = {
+            "all_reduce": lambda c=comm: c.all_reduce(x.ctypes.data, x.ctypes.data, 4, F32, SUM),
+            "split": lambda c=comm: c.split(0, 0),
+            "async_error": lambda c=comm: c.async_error(),
+            "register": lambda c=comm: c.register(x.ctypes.data, 16),
+        }
+        found += refused(calls, InvalidUsage, ["closed"])
+        for again in (comm.destroy, comm.abort):
+            with contextlib.suppress(InvalidUsage):
+                again()
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_facts_about_the_library(n):
-    check(library_facts, "host", n)
+def refused_variable(ctx, text):
+    with pytest.raises(InvalidArgument, match=text):
+        ctx.comm()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("COLLECTIVES_ISA", "sse9", "COLLECTIVES_ISA=sse9: this machine has baseline"),
+        ("COLLECTIVES_HOST_CHUNK", "256k", "COLLECTIVES_HOST_CHUNK=256k: must be a number of bytes"),
+    ],
+)
+def test_variables_that_the_engine_does_not_take(name, value, text):
+    run_ranks(refused_variable, 1, text, env={name: value})
+
+
+PROGRAMS = [
+    (wrong_arguments, 1), (wrong_arguments, 3), (bad_arguments_of_init, 1), (after_the_end, 1), (after_the_end, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_refusals(program, n):
+    check(program, "host", n)

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from collectives import errors
-from collectives._nccl import OPS
 from collectives.arrays import TORCH_CODES
 from collectives.comm.algorithms.schedule import shard_bounds
-from collectives.comm.multinode.hierarchical import LevelReduction
 from collectives.comm.multinode.inter_node import ScheduledInterNode
 from collectives.comm.multinode.topology import Topology, group_ranks_by_node, identify_node
 from tests.hosts import joined
@@ -102,9 +100,6 @@ def rounding(ctx, machines):
         comm.all_reduce(ordered, algorithm="direct")
         flat.all_reduce(one)
         assert same(ordered, one), "direct reduces in rank order wherever the ranks are"
-        apart = torch.randn(4001)[1:]
-        odd = torch.zeros(4 * 4000 + 1, dtype=torch.uint8)[1:].view(torch.uint8)
-        assert apart.data_ptr() % 4 == 0 and odd.data_ptr() % 4
         shares = torch.zeros(2, dtype=torch.float64)
         comm.all_reduce(one, share=shares)
         part, cut = torch.zeros(2, dtype=torch.float64), torch.empty(1000)
@@ -363,62 +358,6 @@ def test_unlike_calls_of_a_rank_that_is_no_leader(ours, theirs, text):
     """Only the first ranks of a node compare their calls with the other nodes'."""
     for told in run_ranks(unlike_in_a_node, 3, "aba", ours, theirs):
         assert text in told, told
-
-
-def between_nodes(ctx):
-    """The level between nodes on another transport: the engine's own communicator, each rank as a node."""
-    native, n, r = ctx.new_comm(), ctx.size, ctx.rank
-    inter_node = ScheduledInterNode(native, Topology(tuple((rank,) for rank in range(n)), r))
-    float32, bfloat16 = TORCH_CODES[torch.float32], TORCH_CODES[torch.bfloat16]
-    for count in (1, 5000, 100_001):
-        mine = torch.randn(count * n, generator=torch.Generator().manual_seed(r))
-        for op in ("sum", "avg", "max"):
-            what = LevelReduction(float32, float32, OPS[op], OPS[op])
-            for _ in range(2):
-                full, expected, part, cut = mine.clone(), torch.empty(count), torch.empty(count), torch.empty(count)
-                native.all_reduce(mine.data_ptr(), expected.data_ptr(), count, float32, OPS[op])
-                inter_node.all_reduce(mine.data_ptr(), part.data_ptr(), count, what)
-                inter_node.all_reduce(full.data_ptr(), full.data_ptr(), count, what)
-                assert same(part, expected) and same(full[:count], expected)
-                native.reduce_scatter(mine.data_ptr(), expected.data_ptr(), count, float32, OPS[op])
-                inter_node.reduce_scatter(mine.data_ptr(), cut.data_ptr(), [count] * n, what)
-                assert same(cut, expected)
-        native.all_reduce(mine.data_ptr(), expected.data_ptr(), count, float32, OPS["sum"])
-        rounded = torch.empty(count, dtype=torch.bfloat16)
-        inter_node.all_reduce(
-            mine.data_ptr(), rounded.data_ptr(), count, LevelReduction(float32, bfloat16, OPS["sum"], OPS["sum"])
-        )
-        assert same(rounded, expected.bfloat16())
-        for root in range(n):
-            one = torch.full((count,), float(r))
-            inter_node.broadcast(one.data_ptr(), 4 * count, root)
-            assert (one == root).all()
-        blocks = torch.full((n, count), -1.0)
-        blocks[r] = r
-        inter_node.all_gather(blocks.data_ptr(), 4 * count, [(rank,) for rank in range(n)])
-        assert torch.equal(blocks, torch.arange(float(n))[:, None].expand(n, count))
-    native.destroy()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_level_between_nodes_runs_on_any_transport(ranks):
-    run_ranks(between_nodes, ranks)
-
-
-def test_topologies():
-    even = Topology(((0, 1), (2, 3)), 3)
-    assert (even.node, even.local_rank, even.num_leaders, even.all_leaders, even.is_contiguous) == (1, 1, 2, True, True)
-    assert even.ranks_of_leader(0) == (1,) and even.shard_numel(100) == 48
-    assert [even.shard(100, leader) for leader in (0, 1)] == [(0, 48), (48, 52)]
-    uneven = Topology(group_ranks_by_node("abbab"), 4)
-    assert uneven.nodes == ((0, 3), (1, 2, 4)) and uneven.num_leaders == 2
-    assert not uneven.all_leaders and not uneven.is_leader
-    assert Topology(uneven.nodes, 1).ranks_of_leader(1) == (1, 4) and uneven.leader_of(4) == 0
-    three = Topology(((0,), (1,), (2,)), 0)
-    for count in (0, 1, 17, 1000):
-        chunks = [three.chunk(count, node) for node in range(3)]
-        assert chunks[0][0] == 0 and sum(length for _, length in chunks) == count
-        assert all(a + n == b for (a, n), (b, _) in zip(chunks, chunks[1:], strict=False))
 
 
 def test_a_host_id_stands_for_a_machine(monkeypatch):

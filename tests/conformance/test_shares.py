@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
-from tests.conformance.test_instruction_sets import NEEDS, flags
 from tests.conformance.worlds import SMALL_CHUNK, environment
+from tests.kernels.ways import ISAS
 from tests.ranks import run_ranks
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-6, "float64": 1e-13}  # all but float64 add up rows of 512 in float32
@@ -16,16 +17,12 @@ COUNTS = (0, 1, 521, CHUNK - 1, CHUNK + 1, 8209, 150_001)
 
 
 def inputs(comm, count, dtype, seed):
-    import torch
-
     numbers = [torch.randn(count, generator=torch.Generator().manual_seed(31 * seed + r)) for r in range(comm.size)]
     return [each.to(dtype) for each in numbers]
 
 
 def result_of(comm, op, arrays):
     """Give the result in float64, not rounded."""
-    import torch
-
     wide = torch.stack([each.double() for each in arrays])
     if op == "max":
         return wide.amax(0)
@@ -33,8 +30,6 @@ def result_of(comm, op, arrays):
 
 
 def zeros():
-    import torch
-
     return torch.zeros(2, dtype=torch.float64)
 
 
@@ -50,8 +45,6 @@ def wrong_sum(found, want, dtype):
 
 def all_reduces(comm, make, dtype, count, op, seed):
     """Compare with the call that gives no share and with float64; twice, for the same bits."""
-    import torch
-
     arrays = inputs(comm, count, dtype, seed)
 
     def given():
@@ -77,8 +70,6 @@ def all_reduces(comm, make, dtype, count, op, seed):
 
 
 def reduce_scatters(comm, make, dtype, count, op, seed):
-    import torch
-
     arrays = inputs(comm, count * comm.size, dtype, seed)
     inp, plain = make(count * comm.size, dtype=dtype), make(count, dtype=dtype)
     inp.copy_(arrays[comm.rank])
@@ -94,8 +85,6 @@ def reduce_scatters(comm, make, dtype, count, op, seed):
 
 
 def everything(ctx):
-    import torch
-
     comm, found = ctx.communicator(), []
     ways = {"staged": torch.empty, "zero-copy": comm.empty}
     cases = [(dtype, count, "sum") for dtype in (torch.float32, torch.bfloat16, torch.float64) for count in COUNTS]
@@ -113,8 +102,6 @@ def everything(ctx):
 
 def special(ctx, comm, ways):
     """What is not finite, queues, groups, a share that has something in it, addresses that are not aligned."""
-    import torch
-
     n, rank = comm.size, comm.rank
     for make in ways.values():
         # One element of each rank's, at places that lie in one rank's piece or in several.
@@ -168,8 +155,6 @@ def special(ctx, comm, ways):
 
 
 def refusals(ctx, comm, native, share):
-    import torch
-
     before, t = share.clone(), torch.ones(8)
     for text, array, given in (
         ("int32, of which there is no share", torch.ones(8, dtype=torch.int32), share),
@@ -203,8 +188,6 @@ def test_shares(n):
 
 
 def of_this_set(ctx):
-    import torch
-
     comm, shares = ctx.communicator(), []
     for dtype in (torch.float32, torch.float64, torch.float16, torch.float8_e5m2):
         shares.append(zeros())
@@ -214,7 +197,6 @@ def of_this_set(ctx):
 
 
 def test_the_same_on_every_instruction_set():
-    sets = [name for name, needs in NEEDS.items() if needs <= flags()]
-    results = [run_ranks(of_this_set, 2, env={"COLLECTIVES_ISA": name}) for name in sets]
+    results = [run_ranks(of_this_set, 2, env={"COLLECTIVES_ISA": name}) for name in ISAS]
     assert all(result == results[0] for result in results[1:])
     assert all(share[0] > 0 for result in results[0] for share in result)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
-from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from collectives import _nccl
 from collectives.errors import InvalidArgument, InvalidUsage
 from tests.conformance.worlds import check
 from tests.ranks import run_ranks
@@ -16,17 +18,14 @@ from tests.ranks import run_ranks
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
+@functools.cache
 def filled(rank, count, dtype, seed):
-    import torch
-
     numbers = np.random.default_rng(1000 * seed + rank).integers(-40, 40, count)
     return torch.from_numpy(numbers).to(dtype)
 
 
 def operations(comm, count, make, dtype, seed):
     """Call everything; `make(n)` allocates. Gives the results by name."""
-    import torch
-
     n, rank, results = comm.size, comm.rank, {}
 
     def given(elements):
@@ -85,8 +84,6 @@ def operations(comm, count, make, dtype, seed):
 
 
 def same_as_ordinary(ctx):
-    import torch
-
     comm, found = ctx.communicator(), []
     ways = {
         "shared": lambda n, dtype: comm.empty(n, dtype),
@@ -104,12 +101,12 @@ def same_as_ordinary(ctx):
         (torch.float32, 100_003),
         (torch.bfloat16, 9001),
         (torch.int64, 70_001),
-        (torch.uint8, 1 << 20),
+        (torch.uint8, 300_001),
     )
     for seed, (dtype, count) in enumerate(sizes):
-        want = operations(comm, count, partial(torch.empty, dtype=dtype), dtype, seed)
+        want = operations(comm, count, functools.partial(torch.empty, dtype=dtype), dtype, seed)
         for way, make in ways.items():
-            got = operations(comm, count, partial(make, dtype=dtype), dtype, seed)
+            got = operations(comm, count, functools.partial(make, dtype=dtype), dtype, seed)
             for name, tensors in want.items():
                 if not all(torch.equal(a, b) for a, b in zip(tensors, got[name], strict=True)):
                     found.append(f"{name} of {count} x {dtype}, {way}, rank {comm.rank}")
@@ -122,8 +119,6 @@ def test_same_as_ordinary_memory():
 
 def large(ctx):
     """Past the caches, in place and not, where stores go another way."""
-    import torch
-
     comm = ctx.communicator()
     count = 10 << 20
     a, b = comm.empty(count), comm.empty(count)
@@ -142,14 +137,8 @@ def large(ctx):
     assert torch.equal(b.view(comm.size, -1), a.view(comm.size, -1)[comm.rank].expand(comm.size, -1))
 
 
-def test_past_the_caches():
-    run_ranks(large, 2)
-
-
 def registered(ctx):
     """Memory that the ranks share can be registered; it is used in place before, meanwhile and afterwards."""
-    import torch
-
     comm = ctx.communicator()
     library = comm.engine.library
     t = comm.empty(100_000)
@@ -195,8 +184,6 @@ def forked(ctx):
 
 def children_have_communicators_of_their_own(ctx):
     """A split's ranks know each other's memory, too, and memory outlives the communicator it came from."""
-    import torch
-
     comm = ctx.new_communicator()
     t = comm.empty(50_000)
     t.fill_(comm.rank)
@@ -229,10 +216,6 @@ def allocated_again_and_again(ctx):
 
 def casts(ctx):
     """The data is rounded once on the way in, summed in fp32, and not rounded again."""
-    import torch
-
-    from collectives import _nccl
-
     comm = ctx.communicator()
     codes = _nccl.DTYPES
     for wire in (torch.bfloat16, torch.float16, torch.float8_e5m2):
@@ -255,35 +238,15 @@ def casts(ctx):
         comm._native.all_reduce_cast(t.data_ptr(), t.data_ptr(), 4, codes["float32"], codes["int8"], _nccl.OPS["sum"])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_cast_on_the_way(n):
-    run_ranks(casts, n)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_registered_memory(n):
-    run_ranks(registered, n)
-
-
 def test_forked_child():
     run_ranks(forked, 2, fresh=True)
 
 
-def test_other_communicators():
-    run_ranks(children_have_communicators_of_their_own, 3)
-
-
-def test_places_are_used_again():
-    run_ranks(allocated_again_and_again, 2)
-
-
 def ordinary(ctx):
     """What the system says of ordinary memory, before and after many calls: none of it is replaced."""
-    import torch
-
     comm = ctx.communicator()
-    tensor, array = torch.ones(8 << 20), np.ones(8 << 20, np.float32)
-    own = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor, array = torch.ones(2 << 20), np.ones(2 << 20, np.float32)
+    own = mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped = torch.frombuffer(own, dtype=torch.float32).fill_(1)
     used = comm.engine.library.memory_in_use()
     found = []
@@ -312,9 +275,8 @@ def mappings_of(tensor):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_ordinary_memory_is_never_replaced(n):
-    for found in run_ranks(ordinary, n):
+def test_ordinary_memory_is_never_replaced():
+    for found in run_ranks(ordinary, 2):
         for before, after in found:
             assert before == after and all(access == "rw-p" and inode == "0" for access, _, inode, *_ in after), after
 
@@ -339,5 +301,12 @@ def let_go_in_flight(ctx):
     comm.close()
 
 
-def test_memory_in_flight_stays_shared():
-    run_ranks(let_go_in_flight, 2)
+PROGRAMS = [
+    (large, 2), (casts, 1), (casts, 2), (casts, 3), (registered, 1), (registered, 2),
+    (children_have_communicators_of_their_own, 3), (allocated_again_and_again, 2), (let_go_in_flight, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "n"), PROGRAMS, ids=lambda value: getattr(value, "__name__", None))
+def test_shared_memory(program, n):
+    run_ranks(program, n)

@@ -1,4 +1,4 @@
-"""The fast path of the hook: the same bits as the full one, and left for it at the first difference."""
+"""The fast path of the hook is left at the first difference, and an error ends it. tests/gpu has its bits."""
 
 import gc
 import os
@@ -13,18 +13,7 @@ import collectives
 from collectives import HookState, errors
 from collectives.recorder import Recorder, recording
 from collectives.rendezvous.process_groups import get_communicator
-from tests.ddp.training import (
-    BUCKET_MB,
-    Fails,
-    FailsMidway,
-    buckets_of,
-    gradients,
-    loss_of,
-    make_model,
-    over_gloo,
-    run,
-    wrap,
-)
+from tests.ddp.training import buckets_of, gradients, loss_of, make_model, over_gloo, run, wrap
 from tests.ranks import run_ranks
 
 ENV = {"COLLECTIVES_OVERLAP": "0"}  # also where the ranks have cores to spare
@@ -41,8 +30,8 @@ def step(ddp, number, rank):
     return gradients(ddp)
 
 
-def settle(ddp, rank, state=None, steps=SETTLED):
-    for number in range(steps):
+def settle(ddp, rank, state=None):
+    for number in range(SETTLED):
         step(ddp, number, rank)
     assert state_of(state).fast_path.is_open
 
@@ -53,9 +42,7 @@ def mean_of_ranks(model, number, size):
     plain.load_state_dict(model.state_dict())
     total = None
     for rank in range(size):
-        plain.zero_grad()
-        loss_of(plain, number, rank).backward()
-        own = gradients(plain)
+        own = step(plain, number, rank)
         total = own if total is None else [a + b for a, b in zip(total, own, strict=True)]
     return [each / size for each in total]
 
@@ -65,35 +52,12 @@ def right(ctx, ddp, number):
     return all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@over_gloo
-def same_bits(ctx, views, cap):
-    state = HookState()
-    ddp = wrap(make_model(), "torch", state, gradient_as_bucket_view=views, bucket_cap_mb=cap)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    open_after, before = [], state.stats()
-    for number in range(9):
-        assert right(ctx, ddp, number)
-        optimizer.step()
-        open_after.append(state.fast_path.is_open)
-    totals, count = state.stats(), sum(p.numel() for p in ddp.parameters())
-    assert totals["backwards"] - before["backwards"] == 9
-    assert totals["bytes_on_wire"] == totals["bytes_as_fp32"] == 9 * count * 4 * 2 * (ctx.size - 1) // ctx.size
-    assert state.bytes_on_wire == totals["bytes_on_wire"] // 9
-    assert totals["buckets"] >= 8 * buckets_of(ddp)
-    assert totals["seconds_in_hook"] > 0
-    return open_after
+def goes_on(ctx, state):
+    """Train another module of a state, from the full path to the fast one."""
+    ddp = wrap(make_model(), "torch", state)
+    return all([right(ctx, ddp, number) for number in range(SETTLED)]) and state.fast_path.is_open
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("cap", [BUCKET_MB, 25])
-def test_the_same_bits_as_before(tmp_path, views, cap):
-    for open_after in run(same_bits, 2, tmp_path / "a", views, cap, env=ENV):
-        assert open_after[-1] and not open_after[0]
-    overlapped = run(same_bits, 2, tmp_path / "b", views, cap, env={"COLLECTIVES_OVERLAP": "1"})
-    assert not any(map(any, overlapped))  # other threads reduce
-
-
-@over_gloo
 def changes(ctx):
     """Differences from the last backward, one after the other."""
     state = HookState()
@@ -121,9 +85,11 @@ def changes(ctx):
     assert right(ctx, ddp, 9)
     settle(ddp, ctx.rank, state)
 
-    with ddp.join():
+    with ddp.join():  # uneven inputs, after even ones
         assert right(ctx, ddp, 10)
-    assert not state.fast_path.is_open
+        assert not state.fast_path.is_open
+        for number in range(3 * ctx.rank):
+            step(ddp, number, ctx.rank)
     del ddp
 
     ddp = wrap(make_model(), "torch", state)
@@ -134,9 +100,7 @@ def changes(ctx):
     del ddp
 
     other = wrap(make_model(), "torch", state)
-    for number in range(8):
-        assert right(ctx, other, number)
-    assert state.fast_path.is_open
+    settle(other, ctx.rank, state)
     own = collectives.optim.AdamW(other.parameters(), lr=0.01)
     before = [p.detach().clone() for p in other.parameters()]
     state.optimizer = own
@@ -145,30 +109,6 @@ def changes(ctx):
     assert not any(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
-def test_what_differs_takes_the_full_path(tmp_path):
-    run(changes, 2, tmp_path / "a", env=ENV)
-
-
-@over_gloo
-def uneven(ctx):
-    """The ranks have other numbers of batches; all steps before are on the fast path."""
-    state = HookState()
-    ddp = wrap(make_model(), "torch", state)
-    settle(ddp, ctx.rank, state)
-    with ddp.join():
-        for number in range(2 + 3 * ctx.rank):
-            step(ddp, number, ctx.rank)
-    del ddp
-    other = wrap(make_model(), "torch", state)
-    settle(other, ctx.rank, state)
-    assert right(ctx, other, 20)
-
-
-def test_uneven_inputs_after_it(tmp_path):
-    run(uneven, 2, tmp_path / "a", env=ENV)
-
-
-@over_gloo
 def two_modules(ctx, own):
     """Two modules of one state (None: the default one) in turn, then one of them alone, and one that has died."""
     state = HookState() if own else None
@@ -189,16 +129,9 @@ def two_modules(ctx, own):
         assert right(ctx, again, number)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_two_modules_of_one_state(tmp_path, own):
-    run(two_modules, 2, tmp_path / "a", own, env=ENV)
-
-
-@over_gloo
 def other_buffers(ctx):
     """A buffer that isn't the one of the last backward, by object, by memory, or by its place."""
     state = HookState()
-
     for change in ("copy", "dtype", "memory", "index"):
         ddp = wrap(make_model(), "torch", state, gradient_as_bucket_view=True)
         settle(ddp, ctx.rank, state)
@@ -212,16 +145,25 @@ def other_buffers(ctx):
             buffer.data = buffer.data.clone()
         else:
             index = len(path._buckets)
-        assert not path.takes(state, None, index, buffer)
-        assert not path.is_open
+        assert not path.takes(state, None, index, buffer) and not path.is_open, change
         del ddp
 
 
-def test_other_buffers(tmp_path):
-    run(other_buffers, 2, tmp_path / "a", env=ENV)
+def stopped(ctx):
+    """Ctrl-C on one rank in the checks before the bucket's all-reduce, for which the other rank waits."""
+    state = HookState()
+    ddp = wrap(make_model(), "torch", state)
+    settle(ddp, ctx.rank, state)
+    comm, count = state.fast_path.comm, state.fast_path._count
+    stops = {"side_effect": KeyboardInterrupt} if ctx.rank == 0 else {"wraps": count.begin_backward}
+    with mock.patch.object(count, "begin_backward", **stops):  # noqa: SIM117
+        with pytest.raises(errors.RemoteError if ctx.rank else KeyboardInterrupt):
+            step(ddp, 7, ctx.rank)
+    assert comm.closed and not state.fast_path.is_open
+    del ddp
+    assert goes_on(ctx, state)
 
 
-@over_gloo
 def new_default_group(ctx, path):
     """The default group is destroyed and made again between two backwards."""
     state = HookState()
@@ -233,32 +175,33 @@ def new_default_group(ctx, path):
         step(ddp, 7, ctx.rank)
     del ddp
     gc.collect()
-    dist.init_process_group("gloo", init_method=f"file://{path}.2", rank=ctx.rank, world_size=ctx.size)
-    other = wrap(make_model(), "torch", state)
-    for number in range(SETTLED):
-        assert right(ctx, other, number)
-
-
-def test_a_new_default_group(tmp_path):
-    run(new_default_group, 2, tmp_path / "a", str(tmp_path / "b"), env=ENV)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+    assert goes_on(ctx, state)
 
 
 @over_gloo
-def interrupted(ctx):
+def differences(ctx, path):
+    changes(ctx)
+    two_modules(ctx, True)
+    two_modules(ctx, False)
+    other_buffers(ctx)
+    stopped(ctx)
+    new_default_group(ctx, path)
+
+
+def test_what_differs_takes_the_full_path(tmp_path):
+    run(differences, 2, tmp_path / "a", str(tmp_path / "b"), env=ENV)
+
+
+@over_gloo
+def beside_other_threads(ctx):
     state = HookState()
-    ddp = wrap(FailsMidway(), "torch", state)
-    settle(ddp, ctx.rank, state)
-    Fails.on = True
-    with pytest.raises(ArithmeticError):
-        step(ddp, 7, ctx.rank)
-    Fails.on = False
-    other = wrap(make_model(), "torch", state)
-    for number in range(SETTLED):
-        assert right(ctx, other, number)
+    ddp = wrap(make_model(), "torch", state)
+    return [right(ctx, ddp, number) and not state.fast_path.is_open for number in range(SETTLED + 2)]
 
 
-def test_an_exception_in_the_backward(tmp_path):
-    run(interrupted, 2, tmp_path / "a", env=ENV)
+def test_where_other_threads_reduce_it_stays_closed(tmp_path):
+    assert all(map(all, run(beside_other_threads, 2, tmp_path / "a", env={"COLLECTIVES_OVERLAP": "1"})))
 
 
 def loses_a_rank(ctx, how):
@@ -283,28 +226,3 @@ def loses_a_rank(ctx, how):
 @pytest.mark.parametrize("how", ["killed", "mismatch"])
 def test_a_rank_that_fails(how):
     run_ranks(loses_a_rank, 2, how, env=ENV, deaths=(1,) if how == "killed" else ())
-
-
-@over_gloo
-def stopped(ctx):
-    """Ctrl-C on one rank in the checks before the bucket's all-reduce, for which the other rank waits."""
-    state = HookState()
-    ddp = wrap(make_model(), "torch", state)
-    settle(ddp, ctx.rank, state)
-    comm, count = state.fast_path.comm, state.fast_path._count
-    if ctx.rank == 0:
-        with mock.patch.object(count, "begin_backward", side_effect=KeyboardInterrupt):  # noqa: SIM117
-            with pytest.raises(KeyboardInterrupt):
-                step(ddp, 7, ctx.rank)
-    else:
-        with pytest.raises(errors.RemoteError):
-            step(ddp, 7, ctx.rank)
-    assert comm.closed and not state.fast_path.is_open
-    del ddp
-    other = wrap(make_model(), "torch", state)
-    for number in range(SETTLED):
-        assert right(ctx, other, number)
-
-
-def test_an_interrupt_in_the_checks(tmp_path):
-    run(stopped, 2, tmp_path / "a", env=ENV)

@@ -1,5 +1,6 @@
 """What goes wrong in training with the hook: ranks that differ, interruptions, dead ranks, dead modules."""
 
+import copy
 import gc
 import itertools
 import os
@@ -18,40 +19,34 @@ import torch.distributed as dist
 import collectives
 from collectives import HookState, errors
 from collectives.gradients.streams import get_comm_streams
-from tests.ddp.training import buckets_of, loss_of, make_model, over_gloo, run, train, wrap
+from tests.ddp.training import Fails, FailsMidway, buckets_of, loss_of, make_model, over_gloo, run, train, wrap
 from tests.ranks import run_ranks
 
 # ---- Ranks with other options.
 
 
-@over_gloo
-def different(ctx, pairs):
-    texts = []
-    for each in pairs:
-        options, model = dict(each[ctx.rank]), make_model()
+def different(ctx):
+    for given, words in (
+        ({"wire": "int8"}, "wire: 'fp32' on rank 0; 'int8' on rank 1"),
+        ({"max_norm": 1.0}, "max_norm"),
+        ({"streams": 2}, "streams"),
+        ({"optimizer": True}, "SGD"),
+    ):
+        options, model = dict(given) if ctx.rank else {}, make_model()
         if "optimizer" in options:
             options["optimizer"] = collectives.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(errors.InvalidUsage, match="HookStates differ") as caught:
             module = wrap(model, "torch", HookState(**options))
             loss_of(module, 0, ctx.rank).backward()
-        texts.append(str(caught.value))
+        assert words in str(caught.value) and "gradient bucket 0" in str(caught.value)
     train(wrap(make_model(), "torch", HookState()), 1, ctx.rank)
-    return texts
-
-
-def test_ranks_with_other_options_are_refused(tmp_path):
-    others = [{"wire": "int8"}, {"max_norm": 1.0}, {"streams": 2}, {"optimizer": True}]
-    for texts in run(different, 2, tmp_path / "store", [({}, other) for other in others]):
-        expected = ["wire: 'fp32' on rank 0; 'int8' on rank 1", "max_norm", "streams", "SGD"]
-        for text, words in zip(texts, expected, strict=True):
-            assert words in text and "gradient bucket 0" in text
 
 
 # ---- Interrupted.
 
 
-@over_gloo
-def interrupt(ctx, late):
+def interrupt(ctx, late=1.0):
+    """An interrupt ends the other rank's backward, too."""
     state = HookState(streams=2, max_norm=1.0)
     module = wrap(make_model(), "torch", state)
     train(module, 2, ctx.rank)
@@ -70,14 +65,8 @@ def interrupt(ctx, late):
     return params
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
-def test_an_interrupt_ends_the_other_ranks_backward_too(tmp_path, overlap):
-    one, other = run(interrupt, 2, tmp_path / "store", 1.0, env={"COLLECTIVES_OVERLAP": overlap})
-    assert all(map(torch.equal, one, other))
-
-
-@over_gloo
 def fails_in_a_thread(ctx):
+    """An error in a stream's thread ends the other rank's backward, too."""
     state = HookState(streams=2)
     module = wrap(make_model(), "torch", state)
     train(module, 2, ctx.rank)
@@ -93,11 +82,6 @@ def fails_in_a_thread(ctx):
         with pytest.raises(kind):
             loss_of(module, 2, ctx.rank).backward()
     return train(wrap(make_model(), "torch", state), 2, ctx.rank)[1]
-
-
-def test_an_error_in_a_streams_thread_ends_the_other_ranks_backward_too(tmp_path):
-    one, other = run(fails_in_a_thread, 2, tmp_path / "store", env={"COLLECTIVES_OVERLAP": "1"})
-    assert all(map(torch.equal, one, other))
 
 
 def killed(ctx):
@@ -131,7 +115,6 @@ def test_the_others_go_on_after_a_rank_was_killed_in_a_backward():
 # ---- What is kept, what is let go, what is refused.
 
 
-@over_gloo
 def kept(ctx):
     state = HookState(wire="int8", error_feedback=True, streams=2)
     for name, value in (("wire", "bf16"), ("max_norm", 1.0), ("streams", 1)):
@@ -161,10 +144,6 @@ def kept(ctx):
     assert state.find_scaler() is scaler  # the dead one's place
 
 
-def test_nothing_of_a_dead_module_is_kept(tmp_path):
-    run(kept, 2, tmp_path / "store")
-
-
 def streams_of_closed_communicators(ctx):
     before = threading.active_count()
     for _ in range(3):
@@ -179,7 +158,7 @@ def streams_of_closed_communicators(ctx):
     limit = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < limit:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     comm.close()
 
 
@@ -187,26 +166,40 @@ def test_comm_streams_close_with_their_communicator():
     run(streams_of_closed_communicators, 2)
 
 
-@over_gloo
-def interrupted_by_the_program(ctx):
+def fails_between_buckets(ctx):
     """A backward fails between its buckets on all ranks; the same parameters go on in another DDP object."""
-    state, model = HookState(max_norm=1.0), make_model()
-    module = wrap(model, "torch", state)
-    train(module, 2, ctx.rank)
+    found = []
+    for state in (None, HookState(), HookState(max_norm=1.0)):
+        used, model = state or collectives.ddp.hook._default_state, FailsMidway()
+        module = wrap(model, "torch", state)
+        train(module, 2, ctx.rank)
+        Fails.on = True
+        with pytest.raises(ArithmeticError):
+            loss_of(module, 2, ctx.rank).backward()
+        Fails.on = False
+        assert used.reducer.pending  # buckets were on their way
+        del module
+        gc.collect()
+        plain = copy.deepcopy(model)
+        ours = train(wrap(model, "torch", state, bucket_cap_mb=1), 2, ctx.rank)[1]
+        assert not used.reducer.pending
+        if used.max_norm is None:
+            torch.testing.assert_close(ours, train(wrap(plain, "plain"), 2, ctx.rank)[1], rtol=2e-5, atol=1e-6)
+        found += ours
+    return found
 
-    def fail(grad):
-        raise ArithmeticError
 
-    handle = model[0].weight.register_hook(fail)
-    with pytest.raises(ArithmeticError):
-        loss_of(module, 2, ctx.rank).backward()
-    assert state.reducer.pending
-    handle.remove()
-    del module
-    gc.collect()
-    return train(wrap(model, "torch", state, bucket_cap_mb=1), 2, ctx.rank)[1]
+@over_gloo
+def hostile(ctx, overlap):
+    params = interrupt(ctx)
+    if overlap == "1":
+        different(ctx)
+        kept(ctx)
+        params += fails_in_a_thread(ctx) + fails_between_buckets(ctx)
+    return params
 
 
-def test_the_same_parameters_go_on_in_another_module(tmp_path):
-    one, other = run(interrupted_by_the_program, 2, tmp_path / "store")
+@pytest.mark.parametrize("overlap", "01")
+def test_two_ranks_go_on(tmp_path, overlap):
+    one, other = run(hostile, 2, tmp_path / "store", overlap, env={"COLLECTIVES_OVERLAP": overlap})
     assert all(map(torch.equal, one, other))

@@ -2,14 +2,12 @@
 
 import copy
 import gc
-import pickle
 import re
 import resource
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,8 +87,6 @@ def trained(ctx, kind, zero_copy, options):
     return found
 
 
-trained_over = {"collectives": over("collectives")(trained), "gloo": over_gloo(trained)}
-KINDS = "torch", "ours", "backend"
 MODES = {
     "views": {"gradient_as_bucket_view": True},
     "copies": {"gradient_as_bucket_view": False},
@@ -99,28 +95,6 @@ MODES = {
 }
 
 
-def train_on_backend(ctx, *args):
-    return trained_over["collectives"](ctx, *args)
-
-
-def train_on_gloo(ctx, *args):
-    return trained_over["gloo"](ctx, *args)
-
-
-# With find_unused_parameters torch's class keeps the buckets that it made before the hook was registered.
-@pytest.mark.parametrize(
-    "kind, mode",
-    [(kind, mode) for mode in MODES for kind in KINDS if (kind, mode) != ("torch", "unused parameters")],
-)
-def test_buckets_are_shared(tmp_path, kind, mode):
-    function = train_on_backend if kind == "backend" else train_on_gloo
-    shared = run(function, 2, tmp_path / "a", kind, True, MODES[mode])
-    staged = run(train_on_gloo, 2, tmp_path / "b", "torch", False, MODES["copies"])
-    for got in shared:
-        assert all(map(torch.equal, got, staged[0]))
-
-
-@over_gloo
 def built_again(ctx):
     """The buckets of a dead module are released, though its parameters live on."""
     torch.manual_seed(3)
@@ -140,11 +114,17 @@ def built_again(ctx):
     assert comm.engine.library.memory_in_use() == before
 
 
-def test_built_again(tmp_path):
-    run(built_again, 2, tmp_path / "a")
+def others_are_left_alone(ctx):
+    """While DDP makes its buckets, tensors that are none are allocated as always."""
+    library = ctx.communicator().engine.library
+    ddp = make_ddp("ours", collectives.HookState(comm=ctx.communicator()))
+    steps(ddp, ctx.rank, 3)
+    before = library.memory_in_use()
+    tensors = torch.empty(1 << 20), torch.zeros(1 << 20), torch.empty(1 << 20, dtype=torch.int32)
+    assert not any(library.memory_shared(each.data_ptr(), each.nbytes) for each in tensors)
+    assert library.memory_in_use() == before
 
 
-@over("collectives")
 def copied(ctx):
     """A copied DDP object has buckets of its own, which are shared, too; so are those of no_sync's first backwards."""
     library = ctx.communicator().engine.library
@@ -157,12 +137,34 @@ def copied(ctx):
     want = steps(ddp, ctx.rank, 3)
     assert all(map(torch.equal, steps(other, ctx.rank, 3), want))
     assert are_shared(library, ddp.module) == are_shared(library, other.module) == [True] * 2
-    del ddp, other
-    gc.collect()
 
 
-def test_a_copied_ddp_object(tmp_path):
-    run(copied, 2, tmp_path / "a")
+@over_gloo
+def by_hooks(ctx):
+    """Return the gradients that are reduced in ordinary memory, after comparing those of shared buckets with them."""
+    staged = trained(ctx, "torch", False, MODES["copies"])
+    for kind in ("torch", "ours"):
+        for name, mode in MODES.items():
+            # With find_unused_parameters torch's class keeps the buckets that it made before the hook was registered.
+            if (kind, name) != ("torch", "unused parameters"):
+                assert all(map(torch.equal, trained(ctx, kind, True, mode), staged)), (kind, name)
+    built_again(ctx)
+    others_are_left_alone(ctx)
+    return staged
+
+
+@over("collectives")
+def by_backend(ctx):
+    found = [trained(ctx, "backend", True, mode) for mode in MODES.values()]
+    copied(ctx)
+    return found
+
+
+def test_buckets_are_shared(tmp_path):
+    staged, _ = run(by_hooks, 2, tmp_path / "a")
+    for found in run(by_backend, 2, tmp_path / "b"):
+        for gradients in found:
+            assert all(map(torch.equal, gradients, staged))
 
 
 @over_gloo
@@ -185,27 +187,3 @@ def no_memory(ctx):
 def test_no_memory_to_share(tmp_path):
     staged = run(no_memory, 2, tmp_path / "a", fresh=True)  # whose file has no room that others have left
     assert all(map(torch.equal, *staged))
-
-
-@over_gloo
-def others_are_left_alone(ctx):
-    """While DDP makes its buckets, tensors that are none are allocated as always."""
-    library = ctx.communicator().engine.library
-    ddp = make_ddp("ours", collectives.HookState(comm=ctx.communicator()))
-    steps(ddp, ctx.rank, 3)
-    before = library.memory_in_use()
-    tensors = torch.empty(1 << 20), torch.zeros(1 << 20), torch.empty(1 << 20, dtype=torch.int32)
-    assert not any(library.memory_shared(each.data_ptr(), each.nbytes) for each in tensors)
-    assert library.memory_in_use() == before
-    dist.barrier()
-
-
-def test_others_are_left_alone(tmp_path):
-    run(others_are_left_alone, 2, tmp_path / "a")
-
-
-def test_the_state_takes_it_along():
-    assert pickle.loads(pickle.dumps(collectives.HookState(zero_copy=False))).zero_copy is False
-    assert collectives.HookState().zero_copy is True
-    with pytest.raises(collectives.errors.InvalidArgument, match="zero_copy must be True or False"):
-        collectives.HookState(zero_copy=1)

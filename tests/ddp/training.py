@@ -81,7 +81,7 @@ def batch(step, rank, rows=8):
 
 
 def loss_of(model, step, rank, dtype=torch.float32):
-    x, y = batch(step, rank)
+    x, y = (each.to(next(model.parameters()).device) for each in batch(step, rank))
     return nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
 
 

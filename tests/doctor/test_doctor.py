@@ -185,15 +185,12 @@ def test_without_torch_it_runs_by_its_path(tmp_path):
     assert {"package.torch", "package.numpy", "torch"} <= report.errors
 
 
-def test_a_hidden_engine_library():
-    report = Report(DOCTOR, COLLECTIVES_HOST_LIBRARY="/nowhere/libcollectives_host.so")
+def test_a_hidden_engine_library_and_few_open_files():
+    limits = {"preexec": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))}
+    report = Report(DOCTOR, COLLECTIVES_HOST_LIBRARY="/nowhere/libcollectives_host.so", **limits)
     assert {"package.library", "engine"} <= report.errors
     assert report.findings["engine"]["remedy"] == "unset COLLECTIVES_HOST_LIBRARY"
     assert "self_test.host" not in report.findings
-
-
-def test_few_open_files():
-    report = Report(DOCTOR, "--no-test", preexec=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096)))
     assert report.status("limits.nofile") == "warning"
     assert report.findings["limits"]["values"]["nofile"] == {"soft": 200, "hard": 4096}
     assert report.findings["limits.nofile"]["remedy"].startswith("sudo prlimit --pid $$ --nofile=65536")

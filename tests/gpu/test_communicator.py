@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
+from collectives.gradients.streams import CommStream
+from collectives.sharded.streams import on_side_stream
 from tests.comm.test_communicator_ranks import every_operation
 from tests.gpu.devices import check, compare, everywhere, on
 
@@ -40,7 +42,7 @@ def ordered_by_streams(place):
     with place.use(side):
         place.delay()
         t.add_(1)
-        comm.all_reduce(t)  # the short way: on the current stream
+        assert comm._fast_path.all_reduce(t, "sum")  # the short way that a plain call takes: on the current stream
     place.join(side)
     assert t.unique().tolist() == [2 * comm.size]
     other = place.new_stream()
@@ -230,3 +232,23 @@ def mismatch(place):
 def test_mismatch_is_found_where_asked_for(device, ranks):
     for text in on(device, mismatch, ranks, env={"COLLECTIVES_CHECK": "1"}):
         assert "rank 0: all_reduce float32 count=3" in text and "rank 1: all_reduce float32 count=4" in text
+
+
+def priorities(place):
+    """Give the priorities of the streams on which the package communicates, and of the one that computes."""
+    comm, tensor = place.new_communicator(), place.full(1.0, 64)
+    comm.all_reduce(tensor, async_op=True).wait()
+    comm.all_reduce(tensor, algorithm="ring")
+    streams = [comm._queue._side_stream, *comm._algorithms._streams, CommStream(comm, "lane 0").stream]
+    with on_side_stream(place.device, "store"):
+        streams.append(torch.cuda.current_stream())
+    found = [stream.priority for stream in streams], torch.cuda.current_stream().priority
+    comm.close()
+    return found
+
+
+@everywhere(devices=("simulated", "cuda"))
+def test_streams_that_communicate_have_a_high_priority(device, ranks):
+    for communicating, computing in on(device, priorities, ranks):
+        assert computing == 0 and len(communicating) == 5
+        assert all(priority < computing for priority in communicating)

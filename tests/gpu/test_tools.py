@@ -1,4 +1,4 @@
-"""Tools on every device: the timeline, collectives.auto and collectives.optim."""
+"""Tools on every device: the timeline and collectives.auto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import collectives
 from collectives import HookState, optim
 from tests.ddp.training import wrap
-from tests.gpu.devices import check, compare, everywhere, in_group, on
+from tests.gpu.devices import compare, everywhere, in_group, on
 from tests.gpu.training import alone, batches, make_terms
 
 STEPS = 3
@@ -67,25 +67,3 @@ def test_auto(device, ranks):
     wanted = alone(ranks, 14, make=lambda params: torch.optim.SGD(params, 0.0))[0]
     for found in on(device, by_auto, ranks, fresh=True):
         compare(found, wanted, exact=False, rtol=1e-5, atol=1e-6)
-
-
-def stepped(rank, rule):
-    """fp32, and bf16 with master weights."""
-    ends = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = make_terms(rank.device).to(dtype)
-        masters = {"master_weights": True} if dtype == torch.bfloat16 else {}
-        make = {"adamw": optim.AdamW, "sgd": optim.SGD}[rule]
-        options = {"lr": 0.01, "weight_decay": 0.1} if rule == "adamw" else {"lr": 0.05, "momentum": 0.9}
-        optimizer = make(model.parameters(), **options, **masters)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            model([c.to(dtype) for c in batches(step, 0, rank.device)]).backward()
-            optimizer.step()
-        ends.append([param.detach().clone() for param in model.parameters()])
-    return ends
-
-
-@everywhere(["adamw", "sgd"], everyday=["adamw"], ranks=(1,))
-def test_optimizers(device, ranks, case):
-    check(device, stepped, ranks, case)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-import collectives
 from collectives import GradientBuckets, HookState, optim
 from collectives import horovod as hvd
 from collectives.sharded import (
@@ -301,16 +300,3 @@ def test_clipped_training_goes_on(name):
         for ours, theirs in zip(whole[0], resumed[0], strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(one, other, rtol=rel, atol=rel)
-
-
-def test_the_scaler_of_a_state_is_named_or_the_only_one():
-    scaler = make_scaler(True)
-    scaler.scale(torch.ones(1))
-    other = make_scaler(True)
-    other.scale(torch.ones(1))
-    assert HookState(grad_scaler=scaler).find_scaler() is scaler
-    assert HookState(grad_scaler=False).find_scaler() is None
-    with pytest.raises(collectives.errors.InvalidUsage, match=r"2 GradScalers in use.*HookState\(grad_scaler=scaler\)"):
-        HookState().find_scaler()
-    with pytest.raises(collectives.errors.InvalidArgument, match="must be a torch.amp.GradScaler, None or False"):
-        HookState(grad_scaler="the first")

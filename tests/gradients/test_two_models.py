@@ -18,7 +18,7 @@ from torch import nn
 import collectives
 from collectives import HookState, errors, torch_patches
 from collectives import parameter_names as names
-from tests.ddp.training import BUCKET_MB, Branches, gradients, loss_of, make_model, over_gloo, run, wrap
+from tests.ddp.training import gradients, loss_of, make_model, over_gloo, run, wrap
 
 
 def generator_and_critic():
@@ -52,10 +52,9 @@ def steps(ddps, numbers, rank):
     return seen
 
 
-@over_gloo
-def resumed(ctx, wire, stops, collects=False, keeps=False, shared=False):
+def resumed(ctx, stops, collects=False, keeps=False, shared=False):
     """Six steps of both; with `stops`, the last three in new objects, made while those before live (`keeps`) or not."""
-    options = {"wire": wire, "error_feedback": True}
+    options = {"wire": "int8", "error_feedback": True}
     states = [HookState(**options)] * 2 if shared else [HookState(**options) for _ in range(2)]
     models = generator_and_critic()
     ddps = wrapped(models, states, ctx, collects)
@@ -79,18 +78,26 @@ def resumed(ctx, wire, stops, collects=False, keeps=False, shared=False):
     return seen, kept
 
 
-@pytest.mark.parametrize("wire, shared", [("int8", False), ("int8", True)])
-def test_two_models_with_equal_names_go_on(tmp_path, wire, shared):
-    whole = run(resumed, 2, tmp_path / "whole", wire, False, False, False, shared)
-    assert all(map(torch.equal, whole[0][0], whole[1][0]))
-    assert all(found.abs().max() > 0 for each in whole[0][1] for found in each.values())
-    for number, (collects, keeps) in enumerate(((True, True), (True, False))):
-        halves = run(resumed, 2, tmp_path / str(number), wire, True, collects, keeps, shared)
-        assert all(map(torch.equal, halves[0][0], halves[1][0]))
-        for rank in range(2):  # the first step has other buckets, in which the wire rounds in other places
-            for found, expected in zip(halves[rank][0], whole[rank][0], strict=True):
-                assert (found - expected).norm() <= 0.1 * expected.norm()
-            assert [kept.keys() for kept in halves[rank][1]] == [kept.keys() for kept in whole[rank][1]]
+@over_gloo
+def equal_names(ctx):
+    found = []
+    for shared in (False, True):
+        whole, residuals = resumed(ctx, False, shared=shared)
+        assert all(each.abs().max() > 0 for kept in residuals for each in kept.values())
+        for keeps in (True, False):
+            halves, again = resumed(ctx, True, True, keeps, shared)
+            for one, expected in zip(halves, whole, strict=True):
+                # The first step has other buckets, in which the wire rounds in other places.
+                assert (one - expected).norm() <= 0.1 * expected.norm()
+            assert [kept.keys() for kept in again] == [kept.keys() for kept in residuals]
+            found += halves
+        found += whole
+    return found
+
+
+def test_two_models_with_equal_names_go_on(tmp_path):
+    one, other = run(equal_names, 2, tmp_path / "store")
+    assert all(map(torch.equal, one, other))
 
 
 @over_gloo
@@ -160,26 +167,6 @@ def test_what_was_loaded_for_no_parameter_is_named(tmp_path):
 # ---- The names.
 
 
-def test_names_go_by_the_order_of_registration():
-    known, models = names.ParameterNames(), generator_and_critic()
-    for model in models:
-        known.register(model)
-    dead = nn.Sequential(nn.Linear(2, 2))
-    known.register(dead)
-    del dead
-    gc.collect()
-    last = nn.Sequential(nn.Linear(2, 2))
-    known.register(last)
-    known.register(models[0])
-    assert known.lookup(models[0].parameters())[:2] == ["0.weight", "0.bias"]
-    assert known.lookup(models[1].parameters())[:2] == ["2:0.weight", "2:0.bias"]
-    assert known.lookup(last.parameters()) == ["4:0.weight", "4:0.bias"]
-    assert known.lookup([nn.Parameter(torch.ones(1))]) == [None]
-    assert known.unmatched(["0.weight", "4:0.bias", "5:0.bias"]) == ["5:0.bias"]
-    assert names.ParameterNames().lookup(models[1].parameters()) == [None] * 6  # no hook is on it
-    assert names.find_names(models[1].parameters())[:1] == ["0.weight"]
-
-
 def own_hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return collectives.fused_allreduce(state[0], bucket)
 
@@ -235,8 +222,9 @@ def test_scalers_are_found_once_they_scale(kind):
     second = kind("cpu")
     second.scale(torch.ones(1))
     assert state.find_scaler() is scaler
-    with pytest.raises(errors.InvalidUsage, match="there are 2 GradScalers in use"):
+    with pytest.raises(errors.InvalidUsage, match=r"2 GradScalers in use.*HookState\(grad_scaler=scaler\)"):
         HookState().find_scaler()
+    assert HookState(grad_scaler=second).find_scaler() is second and HookState(grad_scaler=False).find_scaler() is None
     second.cycle = second
     del second
     assert HookState().find_scaler() is scaler  # the other one is garbage, collected or not
@@ -249,43 +237,3 @@ def test_a_scaler_that_began_before_the_import_is_found():
     assert torch_patches.find_active_scalers() == []
     scaler.scale(torch.ones(1))
     assert torch_patches.find_active_scalers() == [scaler]
-
-
-# ---- Ranks.
-
-
-@over_gloo
-def over_a_part(ctx, how):
-    group, other = dist.new_group([0, 2]), dist.new_group([1])
-    mine = other if ctx.rank == 1 else group
-    ddp = torch.nn.parallel.DistributedDataParallel(nn.Linear(12, 5), process_group=mine, bucket_cap_mb=BUCKET_MB)
-    match = r"HookState\(process_group=group\)"
-    if how == "own hook":
-        ddp.register_comm_hook([None], own_hook)
-        with pytest.raises(errors.InvalidUsage, match=match):
-            ddp(torch.ones(1, 12)).sum().backward()
-        return None
-    with pytest.raises(errors.InvalidUsage, match=match):
-        ddp.register_comm_hook(HookState() if how == "state" else None, collectives.fused_allreduce)
-    # Nothing was registered: what the message says to write works.
-    ddp.register_comm_hook(HookState(process_group=mine), collectives.fused_allreduce)
-    ddp(torch.full((1, 12), float(ctx.rank))).sum().backward()
-    return ddp.module.weight.grad[0, 0].item()
-
-
-@pytest.mark.parametrize("how", ["none", "state", "own hook"])
-def test_ddp_over_a_part_of_the_ranks_needs_a_group(tmp_path, how):
-    assert run(over_a_part, 3, tmp_path / "store", how) == ([None] * 3 if how == "own hook" else [1.0, 1.0, 1.0])
-
-
-@over_gloo
-def over_all_ranks(ctx):
-    """Another group of all ranks needn't be named."""
-    group = dist.new_group([0, 1])
-    ddp = torch.nn.parallel.DistributedDataParallel(Branches(), process_group=group, find_unused_parameters=True)
-    ddp.register_comm_hook(None, collectives.fused_allreduce)
-    loss_of(ddp, 0, ctx.rank).backward()
-
-
-def test_ddp_over_another_group_of_all_ranks(tmp_path):
-    run(over_all_ranks, 2, tmp_path / "store")

@@ -27,7 +27,7 @@ HOST = {
     12: (KERNELS.format("quantization"), "test_quantize"),
     13: (KERNELS.format("quantization"), "not_finite"),
     14: (KERNELS.format("wire_parts"), ""),
-    17: (KERNELS.format("optimizers"), "two_ulps"),
+    17: ("tests/optim/test_optim.py", "steps_as_torch"),
     18: ("tests/optim/test_mixed_precision.py", "grad_scaler"),
     21: (CONFORMANCE.format("collectives"), ""),
     22: (FAULTS.format("mismatch"), ""),

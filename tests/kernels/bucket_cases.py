@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import numpy as np
-import pytest
 import torch
 
 from collectives import kernels
 from tests.buffers import Guarded, memory_of
-from tests.kernels import shim
 from tests.oracle import DTYPES, DType, decode, encode, make, same
 
 FLOATS = {
@@ -26,27 +23,6 @@ TILE, LANES = 4096, 1024
 SIZES = (0, 1, 3, 1023, 0, 4095, 4096, 4097, 10007, 0)
 SCALE = 1.0 / 3.0
 POISON = 0x5C
-HOST = ("baseline", "avx2", "avx512")
-TEXT = ((1, 256, "forward"), (3, 64, "reverse"), (5, 160, 7))  # grid, block, order
-MODES = (*HOST, *(f"text-{grid}-{block}" for grid, block, _ in TEXT))
-
-
-@contextlib.contextmanager
-def running(mode: str):
-    """Run kernels by one instruction set of the host, or by the text of the CUDA kernels."""
-    if mode in HOST:
-        try:
-            kernels.use_isa(mode)
-        except kernels.execution.InvalidArgument:
-            pytest.skip(f"this machine has no {mode}")
-        try:
-            yield
-        finally:
-            kernels.use_isa()
-    else:
-        grid, block, order = TEXT[MODES.index(mode) - len(HOST)]
-        with shim.cuda_text(grid=grid, block=block, order=order):
-            yield
 
 
 # ---- Memory between guard zones, as torch sees it.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "coll/host_blocks.h"
+#include "coll/quantize.h"
 
 namespace {
 
@@ -126,6 +127,19 @@ void check_loads(const Format<T>& format) {
   }
 }
 
+// A wire's rounding of what its block can have, once it is scaled, is the cast's.
+template <class Wire, class Cast>
+void check_wire(const char* name, uint32_t step) {
+  uint32_t last = coll_float_bits(Wire::kLimit) + 64;  // x * (limit / max |x|) may be a little more than the limit
+  for (uint32_t u = 0; u <= last; u += last - u < 4096 ? 1 : step) {
+    for (uint32_t bits : {u, u | 1u << 31}) {
+      uint32_t got = Wire::nearest(coll_bits_float(bits)), want = Cast::from_float(coll_bits_float(bits));
+      if (got != want) fail(name, "on a wire", bits, got, want);
+    }
+    checked += 2;
+  }
+}
+
 template <class T>
 void check(const Format<T>& format, uint32_t step) {
   check_loads(format);
@@ -140,6 +154,8 @@ int main(int, char** arguments) {
   check(Format<coll_fp16>{"fp16", 5, 10, false, 0x7bff, 0x7e00, 0x3ff}, step);
   check(Format<coll_e4m3>{"e4m3", 4, 3, true, 0x7e, 0x7f, 0}, step);
   check(Format<coll_e5m2>{"e5m2", 5, 2, true, 0x7b, 0x7f, 0}, step);
+  check_wire<coll_e4m3_wire, coll_e4m3_format>("e4m3", step);
+  check_wire<coll_e5m2_wire, coll_e5m2_format>("e5m2", step);
   printf("%lld conversions, %d wrong\n", checked, failures);
   return failures != 0;
 }

@@ -6,11 +6,14 @@ Compiled by NVRTC with the options of production; no GPU is needed.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from collectives.kernels import abi, cuda
+
+from . import shim
 
 __all__ = ["ARCHITECTURES", "KERNELS", "SOURCES", "Usage", "usage"]
 
@@ -49,10 +52,20 @@ def number(pattern: str, text: str, default: int | None = None) -> int:
     return int(found[1])
 
 
+def report(source: str, arch: str) -> str:
+    """What ptxas says of a source: up to a minute, so it is kept for the next run, as the shim's objects are."""
+    key = repr((cuda.source_text(source), cuda.OPTIONS, cuda._nvrtc()[1]))
+    target = shim.KEPT / f"{source}.{arch}.{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
+    with shim.made_once(target) as own:
+        if own:
+            own.write_text(cuda.compile_source(source, arch, "--ptxas-options=-v")[1])
+    return target.read_text()
+
+
 @functools.cache
 def usage(source: str, arch: str) -> tuple[Usage, ...]:
     """What the kernels of a source use on an architecture."""
-    _, log = cuda.compile_source(source, arch, "--ptxas-options=-v")
+    log = report(source, arch)
     return tuple(
         Usage(
             name,

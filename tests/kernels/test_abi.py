@@ -88,28 +88,3 @@ def test_c_and_python_agree(said):
     assert count is None and said["(int)collKernelCount"] > max(kernel.number for kernel in KERNELS)
     wrong = {name: (said[name], value) for name, value in values.items() if said[name] != value}
     assert not wrong, f"expression: (C, Python): {wrong}"
-
-
-def test_what_is_compared():
-    """The test above is worth what `expected` lists."""
-    values = expected()
-    assert values["offsetof(coll_cast_args, flat_type)"] == ctypes.sizeof(abi.CastArgs) - 8
-    assert values["(int)collKernelFinish"] == 1 and values["COLL_ADD"] == 2 and values["COLL_F32"] == 7
-    assert values["sizeof(coll_tensor)"] == 40
-    assert sum(name.startswith("COLL_") for name in values) >= 12 + 2
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_work_comes_first(kernel):
-    """collKernelRun reads the number of tiles of any kernel's arguments."""
-    assert kernel.args._fields_[0] == ("work", abi.Work)
-
-
-def test_kernels_of_one_number_take_the_same_arguments():
-    for kernel in KERNELS:
-        assert all(other.args is kernel.args for other in KERNELS if other.number == kernel.number)
-
-
-@pytest.mark.parametrize("struct", STRUCTS.values(), ids=lambda struct: struct.__name__)
-def test_no_holes(struct):
-    assert sum(ctypes.sizeof(kind) for _, kind in struct._fields_) == ctypes.sizeof(struct)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
-import re
 import subprocess
 import sys
 import threading
 import types
-from ctypes import sizeof
 
 import pytest
 import torch
@@ -21,21 +18,10 @@ from collectives.kernels import abi, cuda, execution
 from collectives.kernels.rows import Rows
 
 from . import shim
-from .registers import SOURCES
 
 
 # ---- Texts.
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_text_holds_each_header_once(source):
-    text = cuda.source_text(source)
-    assert '#include "' not in text
-    guards = re.findall(r"^#ifndef (COLL_\w+_H_)$", text, re.MULTILINE)
-    assert {"COLL_KERNEL_ABI_H_", "COLL_NUMERIC_H_", "COLL_OPS_H_", "COLL_TILE_H_"} <= set(guards)
-    assert len(set(guards)) == len(guards)
-
-
-@pytest.fixture
-def folder(tmp_path):
+def test_a_text_is_put_together_in_order_and_missing_files_are_named(tmp_path):
     for name in ("cuda", "include/coll"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "include/coll/a.h").write_text('#include "b.h"\na\n')
@@ -43,19 +29,12 @@ def folder(tmp_path):
     (tmp_path / "cuda/own.cuh").write_text('#include "coll/b.h"\nown\n')
     own = '#include <math.h>\n#include "coll/a.h"\n#include "own.cuh"\n#include "coll/a.h"\nk\n'
     (tmp_path / "cuda/k.cu").write_text(own)
-    return tmp_path
-
-
-def test_a_text_is_put_together_in_order(folder):
-    assert cuda.source_text("k.cu", folder).split() == ["#include", "<math.h>", "b", "a", "own", "k"]
-
-
-def test_missing_files_are_named(folder):
+    assert cuda.source_text("k.cu", tmp_path).split() == ["#include", "<math.h>", "b", "a", "own", "k"]
     with pytest.raises(EngineUnavailable, match=r"source .*cuda/none.cu isn't there"):
-        cuda.source_text("none.cu", folder)
-    (folder / "include/coll/b.h").unlink()
+        cuda.source_text("none.cu", tmp_path)
+    (tmp_path / "include/coll/b.h").unlink()
     with pytest.raises(EngineUnavailable, match=r"coll/a.h includes b.h, which isn't there"):
-        cuda.source_text("k.cu", folder)
+        cuda.source_text("k.cu", tmp_path)
 
 
 def test_missing_folder_is_named(monkeypatch, tmp_path):
@@ -374,20 +353,3 @@ def test_graph_capture(machine):
     machine.capturing = True
     cuda.launch(abi.CAST, args, torch.device("cuda", 0))
     assert len(machine.launches) == 2
-
-
-def test_cupy_takes_our_arguments_and_stream(monkeypatch):
-    """CuPy's own Function looks at what it is given before it needs a driver; it has no function here to start."""
-    import cupy
-
-    function = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    args = abi.CastArgs(count=7)
-    values = cuda.numpy.frombuffer(args, cuda.numpy.dtype((cuda.numpy.void, sizeof(args))))
-    assert values.__array_interface__["data"][0] == ctypes.addressof(args)  # CuPy reads the struct where it lies
-    errors = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
-    with pytest.raises(errors):
-        function((1,), (cuda.BLOCK,), (values,), 0, cuda._Stream(0))
-    with pytest.raises(TypeError):
-        function((1,), (cuda.BLOCK,), (args,), 0, cuda._Stream(0))
-    with pytest.raises(AttributeError, match="ptr"):
-        function((1,), (cuda.BLOCK,), (values,), 0, object())

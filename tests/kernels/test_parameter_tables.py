@@ -6,7 +6,6 @@ import functools
 import gc
 import weakref
 
-import numpy
 import pytest
 import torch
 
@@ -42,29 +41,6 @@ def test_memory_that_has_moved_is_refused(name, how):
             step()
 
 
-def test_arrays_of_numpy_and_other_strides_are_looked_at_too():
-    param = numpy.ones(1 << 16, numpy.float32)
-    table = kernels.ParameterTable("sgd_step", [param], [numpy.ones(1 << 16, numpy.float32)])
-    table.sgd(lr=0.5)
-    assert (param == 0.5).all()
-    param.resize(4, refcheck=False)
-    with pytest.raises(InvalidArgument, match="param 0 doesn't lie where it did"):
-        table.sgd(lr=0.5)
-    param = torch.ones(3, 2)
-    table = kernels.ParameterTable("sgd_step", [param], [torch.ones(3, 2)])
-    param.t_()
-    with pytest.raises(InvalidArgument, match="param 0 doesn't lie where it did"):
-        table.sgd(lr=0.5)
-
-
-def test_a_gradient_in_storage_that_is_too_small_is_refused():
-    _, table = adam()
-    grad = torch.ones(1 << 16)
-    grad.untyped_storage().resize_(0)
-    with pytest.raises(InvalidArgument, match="grad 0 "):
-        table.set_grads([grad])
-
-
 def test_a_plan_is_for_the_gradients_of_its_making():
     param, grad = torch.ones(8), torch.ones(8)
     table = kernels.ParameterTable("sgd_step", [param], [grad])
@@ -74,8 +50,10 @@ def test_a_plan_is_for_the_gradients_of_its_making():
     table.set_grads([torch.full((8,), 2.0)])
     with pytest.raises(InvalidArgument, match="the table has other gradients than when this step was planned"):
         plan()
-    with pytest.raises(InvalidArgument, match="grad 0 is float64"):
-        table.set_grads([torch.ones(8, dtype=torch.float64)])
+    wrong = [torch.ones(8, dtype=torch.float64)]
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="grad 0 is float64"):
+            table.set_grads(wrong)
     table.sgd(lr=0.25)  # by the last ones that were good
     assert param.tolist() == [0.0] * 8
 
@@ -98,34 +76,6 @@ def test_a_scalar_that_has_moved_is_refused():
     lr.data = torch.tensor(0.25)
     with pytest.raises(InvalidArgument, match="lr doesn't lie where it did"):
         plan()
-
-
-def test_bad_arguments_are_refused_before_anything_is_written():
-    p, g = torch.ones(4), torch.ones(4)
-    negative = torch.conj(torch.tensor([0.1j])).imag
-    sgd, step = functools.partial(kernels.sgd_step, [p], [g]), functools.partial(kernels.adam_step, p, g, g + 0, g + 0)
-    for call, message in [
-        (lambda: kernels.sgd_step([p], None, lr=1.0), "grad must be a list"),
-        (lambda: kernels.sgd_step([p], 5, lr=1.0), "grad must be a list"),
-        (lambda: kernels.sgd_step(None, g, lr=1.0), "param 0 is None"),
-        (lambda: kernels.sgd_step([None], [g], lr=1.0), "param 0 is None"),
-        (lambda: sgd(lr=1.0, position=None), "position must be a list"),
-        (lambda: sgd(lr=10**400), "lr must be a finite number"),
-        (lambda: sgd(lr=negative), "lr is a lazily negated view"),
-        (lambda: sgd(lr=torch.tensor(0.1).to_sparse()), "lr is a sparse_coo tensor"),
-        (lambda: sgd(lr=torch.tensor(-1.0)), "lr must be a finite number from 0"),
-        (lambda: step(lr=1.0, step=torch.tensor(0.0)), "step 0 must be a whole number from 1"),
-        (lambda: step(lr=1.0, step=10**400), "step 0 must be a whole number"),
-        (lambda: step(lr=1.0, step=1, betas=(0.9,)), "betas must be two numbers"),
-        (lambda: step(lr=1.0, step=1, betas=None), "betas must be two numbers"),
-        (lambda: sgd(lr=1.0, found_nonfinite="no"), "found_nonfinite must be a number"),
-    ]:
-        with pytest.raises(InvalidArgument, match=message):
-            call()
-    for seed in (-1, 2**64):
-        with pytest.raises(InvalidArgument, match="seed must be a whole number from 0 and below 2"):
-            kernels.sgd_step(p.bfloat16(), g, lr=1.0, seed=seed)
-    assert torch.equal(p, torch.ones(4))
 
 
 def test_a_master_takes_over_what_unpack_writes():

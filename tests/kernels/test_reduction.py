@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import ctypes
 import functools
 import itertools
 import mmap
-import pickle
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from collectives import kernels
 from collectives.errors import InvalidArgument
 from collectives.kernels import Sources, Statistics, reduce_n
 from tests import oracle
 from tests.buffers import Guarded, memory_of
 from tests.oracle import DTYPES
 
-from . import shim
 from .bucket_cases import check_statistics
-from .ways import ISAS
+from .ways import HOSTS, TEXTS
 
 FP8 = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 TORCH = {name: getattr(torch, FP8.get(name, name)) for name in DTYPES}
@@ -33,26 +28,8 @@ SIZES = (0, 1, 3, 1023, 4095, 4096, 4097, 10007)
 LONG = 33 * 4096 + 5  # more tiles than one thread's part
 
 
-# Ways to run a kernel: (instruction set, threads), or (grid, block, order) of the CUDA text.
-HOST = [(name, 1) for name in ISAS] + [(ISAS[-1], 2)]
-TEXT = [(1, 32, "forward"), (3, 256, "reverse"), (7, 96, 1)]
-
-
-@contextlib.contextmanager
-def by(way):
-    """Run kernels in one of the ways."""
-    if len(way) == 3:
-        with shim.cuda_text(*way) as ran:
-            yield
-        assert ran
-        return
-    kernels.use_isa(way[0])
-    kernels.set_num_threads(way[1])
-    try:
-        yield
-    finally:
-        kernels.use_isa()
-        kernels.set_num_threads(None)
+HOST = [*HOSTS[::2], HOSTS[-1]]
+WAYS = pytest.mark.parametrize("way", [HOST[-1], TEXTS[1]], ids=lambda way: way[0])
 
 
 class Case(NamedTuple):
@@ -164,23 +141,22 @@ def cases_of(source: str) -> list[Case]:
 
 
 @pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("way", [*HOST[:-2], HOST[-1], TEXT[1]], ids=str)
+@pytest.mark.parametrize("way", [*HOST[:-2], HOST[-1], TEXTS[1]], ids=lambda way: way[0])
 def test_bits(way, source):
-    with by(way):
+    with way[1]():
         for case in cases_of(source):
-            if case.count or len(way) == 2:
-                check(case)
+            check(case)
 
 
-@pytest.mark.parametrize("way", [*HOST, TEXT[1]], ids=str)
+@pytest.mark.parametrize("way", [*HOST, TEXTS[1]], ids=lambda way: way[0])
 def test_many_tiles(way):
-    with by(way):
+    with way[1]():
         check(Case("float32", "bfloat16", "sum", 3, LONG, statistics=True))
         check(Case("bfloat16", "float32", "avg", 3, LONG, statistics=True))
         check(Case("int64", "int64", "prod", 3, LONG))
 
 
-@pytest.mark.parametrize("way", HOST, ids=str)
+@pytest.mark.parametrize("way", HOST, ids=lambda way: way[0])
 @pytest.mark.parametrize("skip", [0, 1])
 def test_buffers_beyond_the_caches(way, skip):
     """From some size on the output is stored past the caches: here with one of 32 MiB or less."""
@@ -190,7 +166,7 @@ def test_buffers_beyond_the_caches(way, skip):
     for k, each in enumerate(sources):
         each.copy_(torch.arange(count) % (k + 7))
     want = sources[0] + sources[1] + sources[2]
-    with by(way):
+    with way[1]():
         reduce_n(sources, out)
         assert torch.equal(out, want)
         reduce_n(sources, sources[1])
@@ -198,23 +174,16 @@ def test_buffers_beyond_the_caches(way, skip):
     assert all(each.guards_intact() for each in buffers)
 
 
-@pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
-def test_more_sources_than_any_launch_has_parameters(way):
-    with by(way):
-        check(Case("bfloat16", "float32", "sum", 1500, 777, statistics=True))
-        check(Case("int32", "int32", "sum", 1501, 5))
-
-
-@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+@pytest.mark.parametrize("way", HOST + TEXTS[:3], ids=lambda way: way[0])
 def test_every_pair_of_floating_types(way):
     """One source: a copy with scale and cast. Sums near a tie of the narrower type are rounded once, not twice."""
-    with by(way):
+    with way[1]():
         for source, out in itertools.product(FLOATS, FLOATS):
             check(Case(source, out, "sum", 1, 4099, 0.7, statistics=True))
             check(Case(source, out, "sum", 2, 4099))
 
 
-@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+@pytest.mark.parametrize("way", HOST + TEXTS[:3], ids=lambda way: way[0])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8e4m3", "float8e5m2"])
 def test_fp64_is_rounded_once(way, name):
     """Values next to the midpoint of two neighbours, where rounding by way of fp32 goes wrong."""
@@ -223,43 +192,19 @@ def test_fp64_is_rounded_once(way, name):
     close = np.concatenate([middles, np.nextafter(middles, np.inf), np.nextafter(middles, 0.0)])
     close = np.concatenate([close, -close, [np.inf, -np.inf, np.nan, 1e300, 2.0**-1074]])
     out = torch.empty(len(close), dtype=TORCH[name])
-    with by(way):
+    with way[1]():
         reduce_n([close], out)
     got = out.view(torch.uint8 if DTYPES[name].itemsize == 1 else torch.uint16).numpy()
     assert oracle.same(DTYPES[name], got, oracle.encode(DTYPES[name], close)).all()
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_error_bounds(name):
-    """As the docstring states them, against float64, before the last rounding: the result is as wide as the sums."""
-    dtype, rng = DTYPES[name], np.random.default_rng(5)
-    # Of many magnitudes, as far as the type goes, so that terms cancel and small ones are lost.
-    reach = np.log10(float(torch.finfo(TORCH[name]).max)) / 3
-    for n, op, factor in itertools.product((2, 7, 40), ("sum", "avg"), (1.0, 0.7, -1 / 3)):
-        spread = 10 ** rng.uniform(-min(reach, 8), min(reach, 8), (n, 5000)) if n != 7 else 1
-        bits = list(oracle.encode(dtype, rng.standard_normal((n, 5000)) * spread))
-        values = [oracle.decode(dtype, each).astype(np.float64) for each in bits]
-        exact = np.sum(np.array(values, dtype=np.longdouble), axis=0) / (n if op == "avg" else 1)
-        sizes = np.sum(np.abs(values), axis=0) / (n if op == "avg" else 1)
-        wide = "float64" if name == "float64" else "float32"
-        unit = 2.0**-53 if wide == "float64" else 2.0**-24
-        # The scale itself is rounded to fp32 and is a part of what is asked for; its product adds one rounding.
-        factor = factor if wide == "float64" else float(np.float32(factor))
-        bound = unit * ((n - 1) * sizes * 1.001 + ((op == "avg") + (factor != 1)) * np.abs(exact)) * abs(factor)
-        result, found = torch.empty(5000, dtype=TORCH[wide]), Statistics()
-        arrays = [torch.from_numpy(each).view(TORCH[name]) for each in bits]
-        reduce_n(arrays, result, op=op, scale=factor, statistics=found)
-        assert (np.abs(result.double().numpy() - exact * factor) <= bound * 1.001 + 2.0**-149).all()
-        assert found.norm.item() == pytest.approx(result.double().norm().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("way", [HOST[-1], TEXT[1]], ids=str)
+@WAYS
 def test_numpy_arrays_and_tables_are_used_as_they_lie(way):
     sources = [np.arange(5, dtype=np.float32) * k for k in range(4)]
     table = Sources(sources)
     assert (table.count, table.dtype, table.nbytes, len(table.arrays)) == (5, "float32", 20, 4)
     out = np.zeros(5, dtype=np.float32)
-    with by(way):
+    with way[1]():
         reduce_n(table, out)
         assert out.tolist() == [0, 6, 12, 18, 24]
         sources[1][:] = 0
@@ -287,9 +232,9 @@ class Fenced:
         self.at_end, self.at_start = inside[size - nbytes :], inside[:nbytes]
 
 
-@pytest.mark.parametrize("way", HOST + TEXT, ids=str)
+@pytest.mark.parametrize("way", HOST + TEXTS[:3], ids=lambda way: way[0])
 def test_nothing_outside_of_an_array_is_read(way):
-    with by(way):
+    with way[1]():
         for name, count in itertools.product(("int8", "bfloat16", "float32", "float64"), (1, 3, 1021, 4096, 4097)):
             dtype = TORCH[name]
             fenced = [Fenced(count * dtype.itemsize) for _ in range(6)]
@@ -317,170 +262,46 @@ def ones(count=8, dtype=torch.float32):
     return torch.ones(count, dtype=dtype)
 
 
-SHARED = ones(32)
+SHARED, INT8, INT32 = ones(32), ones(dtype=torch.int8), ones(dtype=torch.int32)
 REFUSED = {
-    "empty list": (lambda: ([], ones()), {}, "there is no source: give at least one array"),
-    "no list": (lambda: (1.0, ones()), {}, "the sources must come as a list of arrays, not as float"),
-    "none": (lambda: (None, ones()), {}, "the sources must come as a list of arrays, not as NoneType"),
-    "a tensor for a list": (lambda: (ones().view(2, 4), ones(4)), {}, "a list of arrays, not as Tensor"),
-    "sizes": (
-        lambda: ([ones(), ones(), ones(9)], ones()),
-        {},
-        "source 2 has 9 elements and source 0 has 8: use equal sizes",
-    ),
-    "dtypes": (
-        lambda: ([ones(), ones(dtype=torch.float16)], ones()),
-        {},
-        "source 1 is float16 and source 0 is float32",
-    ),
-    "bool": (lambda: ([ones(dtype=torch.bool)], ones()), {}, "can't reduce bool: reduce array.to"),
-    "int16": (lambda: ([ones(dtype=torch.int16)], ones(dtype=torch.int16)), {}, "can't reduce int16: convert it first"),
-    "complex": (
-        lambda: ([ones(dtype=torch.complex64)], ones()),
-        {},
-        "can't reduce complex64: reduce torch.view_as_real",
-    ),
-    "out's size": (lambda: ([ones()], ones(7)), {}, "out has 7 elements and source 0 has 8: use equal sizes"),
-    "out's dtype": (
-        lambda: ([ones()], ones(dtype=torch.int32)),
-        {},
-        "out is int32 and the sources are float32: use a floating dtype",
-    ),
-    "out complex": (
-        lambda: ([ones()], ones(dtype=torch.complex64)),
-        {},
-        "out is complex64 and the sources are float32",
-    ),
-    "out's integers": (
-        lambda: ([ones(dtype=torch.int32)], ones(dtype=torch.int64)),
-        {},
-        "out is int64 and the sources are int32: integers must",
-    ),
-    "out for integers": (
-        lambda: ([ones(dtype=torch.int32)], ones()),
-        {},
-        "out is float32 and the sources are int32: integers must",
-    ),
+    "empty list": ([], ones(), {}, "there is no source: give at least one array"),
+    "no list": (1.0, ones(), {}, "the sources must come as a list of arrays, not as float"),
+    "none": (None, ones(), {}, "the sources must come as a list of arrays, not as NoneType"),
+    "a tensor for a list": (ones().view(2, 4), ones(4), {}, "a list of arrays, not as Tensor"),
+    "sizes": ([ones(), ones(), ones(9)], ones(), {}, "source 2 has 9 elements and source 0 has 8: use equal sizes"),
+    "dtypes": ([ones(), ones().half()], ones(), {}, "source 1 is float16 and source 0 is float32"),
+    "bool": ([ones(dtype=torch.bool)], ones(), {}, "can't reduce bool: reduce array.to"),
+    "int16": ([ones(dtype=torch.int16)], ones(), {}, "can't reduce int16: convert it first"),
+    "complex": ([ones(dtype=torch.complex64)], ones(), {}, "can't reduce complex64: reduce torch.view_as_real"),
+    "out's size": ([ones()], ones(7), {}, "out has 7 elements and source 0 has 8: use equal sizes"),
+    "out's dtype": ([ones()], INT32, {}, "out is int32 and the sources are float32: use a floating dtype"),
+    "out complex": ([ones()], ones(dtype=torch.complex64), {}, "out is complex64 and the sources are float32"),
+    "out's integers": ([INT32], INT32.long(), {}, "out is int64 and the sources are int32: integers must"),
+    "out for integers": ([INT32], ones(), {}, "out is float32 and the sources are int32: integers must"),
     "out overlaps": (
-        lambda: ([ones(), SHARED[:8], SHARED[9:17]], SHARED[8:16]),
-        {},
+        [ones(), SHARED[:8], SHARED[9:17]], SHARED[8:16], {},
         "out overlaps source 2: it may be one of the sources as a whole",
     ),
-    "out overlaps from below": (lambda: ([SHARED[8:16], ones()], SHARED[15:23]), {}, "out overlaps source 0"),
-    "out wider than its source": (
-        lambda: ([ones(), SHARED.view(torch.bfloat16)[:8]][1:], SHARED[:8]),
-        {},
-        "out overlaps source 0",
-    ),
-    "op": (
-        lambda: ([ones()], ones()),
-        {"op": "mean"},
-        "op must be one of 'sum', 'prod', 'max', 'min', 'avg', not 'mean'",
-    ),
-    "op of another kind": (lambda: ([ones()], ones()), {"op": ["sum"]}, "op must be one of"),
-    "scale of integers": (
-        lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)),
-        {"scale": 0.5},
-        "a scale is for floating types",
-    ),
-    "tensor for integers": (
-        lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)),
-        {"scale": ones(1)},
-        "a scale is for floating types",
-    ),
-    "scale nan": (lambda: ([ones()], ones()), {"scale": float("nan")}, "the scale must be finite, not nan"),
-    "scale huge": (lambda: ([ones()], ones()), {"scale": 10**400}, "the scale must be finite"),
-    "scale past fp32": (lambda: ([ones()], ones()), {"scale": 1e39}, "the scale 1e\\+39 is infinite in fp32"),
-    "scale text": (
-        lambda: ([ones()], ones()),
-        {"scale": "2"},
-        "the scale must be a number or an fp32 tensor of one element, not str",
-    ),
-    "scale bool": (lambda: ([ones()], ones()), {"scale": True}, "the scale must be a number .*, not bool"),
-    "scale's size": (lambda: ([ones()], ones()), {"scale": ones(2)}, "the scale has 2 elements of float32"),
-    "scale's dtype": (
-        lambda: ([ones()], ones()),
-        {"scale": ones(1, torch.float64)},
-        "the scale has 1 elements of float64",
-    ),
-    "scale in out": (
-        lambda: ([ones()], SHARED[:8]),
-        {"scale": SHARED[3:4]},
-        "the scale lies inside of out: use a copy",
-    ),
+    "out overlaps from below": ([SHARED[8:16], ones()], SHARED[15:23], {}, "out overlaps source 0"),
+    "out wider than its source": ([SHARED.view(torch.bfloat16)[:8]], SHARED[:8], {}, "out overlaps source 0"),
+    "op": ([ones()], ones(), {"op": "mean"}, "op must be one of 'sum', 'prod', 'max', 'min', 'avg', not 'mean'"),
+    "op of another kind": ([ones()], ones(), {"op": ["sum"]}, "op must be one of"),
+    "scale of integers": ([INT8], INT8.clone(), {"scale": 0.5}, "a scale is for floating types"),
+    "tensor for integers": ([INT8], INT8.clone(), {"scale": ones(1)}, "a scale is for floating types"),
     "statistics of integers": (
-        lambda: ([ones(dtype=torch.int8)], ones(dtype=torch.int8)),
-        {"statistics": Statistics()},
+        [INT8], INT8.clone(), {"statistics": Statistics()},
         "statistics are for floating types, and the sources are int8",
     ),
-    "statistics elsewhere": (
-        lambda: ([ones()], ones()),
-        {"statistics": Statistics("meta")},
-        "the statistics are on meta, the arrays on cpu",
-    ),
-    "no statistics": (lambda: ([ones()], ones()), {"statistics": True}, "statistics must be a Statistics, not bool"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name):
-    arrays, options, message = REFUSED[name]
-    sources, out = arrays()
-    before = out.clone() if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() >= out.nbytes else None
+    sources, out, options, message = REFUSED[name]
+    before = out.clone()
     with pytest.raises(InvalidArgument, match=message) as caught:
         reduce_n(sources, out, **options)
-    assert caught.value.op == "reduce_n"
-    if before is not None:
-        assert torch.equal(out, before)
-
-
-def test_a_table_whose_sources_were_freed():
-    sources = [ones(1000) for _ in range(3)]
-    table, other = Sources(sources), ones(1000)
-    sources[1].untyped_storage().resize_(0)
-    with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory since this table was made"):
-        reduce_n(table, ones(1000))
-    sources[1].data = other
-    with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory"):
-        reduce_n(table, ones(1000))
-
-
-def test_a_table_whose_sources_were_changed():
-    def numpy_resized(array):
-        array.resize(4, refcheck=False)
-
-    def transposed(tensor):
-        tensor.t_()
-
-    def shorter(tensor):
-        tensor.resize_(1, 3)
-
-    for make, change in (
-        (lambda: np.ones((200, 300), np.float32), numpy_resized),
-        (lambda: torch.ones(2, 3), transposed),
-        (lambda: torch.ones(2, 3), shorter),
-    ):
-        changed, other = make(), make()
-        table, out = Sources([other, changed]), make()
-        change(changed)
-        with pytest.raises(InvalidArgument, match="source 1 was freed or got other memory .* or its size or strides"):
-            reduce_n(table, out)
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
-def test_copies_of_tables(again):
-    other = again(Sources([np.full(1 << 16, 5, np.float32), ones(1 << 16)]))
-    other.arrays[0][:] = 1
-    out = torch.empty(1 << 16)
-    reduce_n(other, out)
-    assert (out == 2).all()
-
-
-def test_out_is_no_part_of_the_statistics():
-    found = Statistics()
-    for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)):
-        with pytest.raises(InvalidArgument, match="the statistics' .* lies inside of what is written"):
-            reduce_n([ones(1, torch.float64)], own, statistics=found)
+    assert caught.value.op == "reduce_n" and torch.equal(out, before)
 
 
 # ---- On a GPU: the same cases, the same bits.
@@ -501,16 +322,3 @@ def test_a_gpu_s_other_cases():
     for _ in range(3):
         reduce_n(table, out)
     assert (out == 44850).all()
-
-
-@pytest.mark.gpu
-def test_refusals_that_need_a_gpu():
-    on_gpu = ones().cuda()
-    with pytest.raises(InvalidArgument, match="source 1 is on cuda:0, source 0 on cpu"):
-        reduce_n([ones(), on_gpu], ones())
-    with pytest.raises(InvalidArgument, match="out is on cpu, source 0 on cuda:0"):
-        reduce_n([on_gpu], ones())
-    with pytest.raises(InvalidArgument, match="the statistics are on cpu, the arrays on cuda:0"):
-        reduce_n([on_gpu], on_gpu, statistics=Statistics())
-    with pytest.raises(InvalidArgument, match="the scale is on cpu, source 0 on cuda:0"):
-        reduce_n([on_gpu], on_gpu, scale=ones(1))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import types
-from collections import deque
-from ctypes import addressof, c_uint64, sizeof
+from ctypes import sizeof
 
-import numpy as np
 import pytest
 import torch
 
-from collectives import cuda_state, kernels
-from collectives.kernels import abi, cuda, rows
-from collectives.kernels.rows import Rows
+from collectives import kernels
+from collectives.kernels import abi, cuda
 from collectives.layout import wire_layout
 from tests.kernels import shim
+from tests.ranks import run_ranks
+from tests.streams.simulated import needs_simulation, steps
 
 
 def most(args, row: int) -> int:
@@ -98,180 +95,45 @@ def test_the_same_bits_by_value_and_through_memory(family, more, monkeypatch):
     assert any(name.startswith(begins) for name in by_memory) == (more == 1)
 
 
-def test_what_a_launch_takes():
-    """The arguments, the rows behind them, and no address of theirs; nothing of the caller's is written to."""
-    array = np.arange(5, dtype=np.uint64)
-    table = Rows(array, torch.device("cuda", 0))
-    args = abi.ReduceArgs(sources=table.address, n=5)
-    taken = bytes(cuda.arguments(abi.REDUCE, args, table, None))
-    assert len(taken) == abi.ARGUMENTS < 4096
-    copy = abi.ReduceArgs.from_buffer_copy(taken)
-    assert (copy.sources, copy.n, args.sources) == (0, 5, table.address)
-    assert taken[sizeof(args) :][: array.nbytes] == array.tobytes()
-    # Rows that the caller has placed; and a kernel that reads none.
-    assert abi.ReduceArgs.from_buffer_copy(cuda.arguments(abi.REDUCE, args, None, None)).sources == table.address
-    assert len(cuda.arguments(abi.FINISH, abi.FinishArgs(), None, None)) == sizeof(abi.FinishArgs)
+# ---- Through pinned memory, on the simulated GPU, which reports memory that is used again too early.
+def long_tables(ctx):
+    """Tables too long for a launch, whose rows the host copies and changes with no wait: new ones, on two streams."""
+    count, side = most(abi.CastArgs, abi.TENSOR.itemsize) + 1, torch.cuda.Stream()
+    tensors = [torch.full((4,), float(i), device="cuda") for i in range(count)]
+    table, want = kernels.Table(tensors, torch.float32), torch.arange(float(count)).repeat_interleave(4)
+    flats = [torch.zeros(4 * count, device="cuda") for _ in range(7)]
+    with steps(ctx):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            statistics = kernels.Statistics("cuda")
+            kernels.pack(table, flats[6])  # the other stream doesn't wait for this copy of the rows
+        for number, flat in enumerate(flats[:4]):
+            kernels.pack([each * 2 for each in tensors] if number % 2 else table, flat)
+        torch.cuda.current_stream().wait_stream(side)
+        kernels.pack(table, flats[4], statistics=statistics)
+        del statistics
+        with torch.cuda.stream(side):
+            kernels.pack(table, flats[5], statistics=kernels.Statistics("cuda"))
+        torch.cuda.current_stream().wait_stream(side)
+    for number, flat in enumerate(flats):
+        assert torch.equal(flat.cpu(), want * (2 if number in (1, 3) else 1)), number
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.pack(table, flats[1])
+    for _ in range(3):
+        kernels.pack(kernels.Table(tensors[::-1], torch.float32), flats[0])
+        torch.cuda.synchronize()
+    flats[1].zero_()
+    graph.replay()
+    assert torch.equal(flats[1].cpu(), want)
+    params = [torch.ones(3, device="cuda") for _ in range(most(abi.SgdArgs, abi.PARAMETER.itemsize) + 1)]
+    steps_of = kernels.ParameterTable("sgd_step", params, [torch.full_like(each, 0.25) for each in params])
+    steps_of.sgd(lr=1.0)
+    steps_of.set_grads([torch.full_like(each, 0.5) for each in params])  # in the rows that the first step may read
+    steps_of.sgd(lr=1.0)
+    assert all((param == 0.25).all() for param in params)
 
 
-@pytest.mark.parametrize("kernel", [each for each in vars(abi).values() if isinstance(each, abi.Kernel)], ids=str)
-def test_where_the_address_of_the_rows_lies(kernel):
-    """Just where the struct has a pointer to its table."""
-    names = dict.fromkeys(("coll_reduce_wires", "coll_dequantize", "coll_requantize"), "wires")
-    names |= {"coll_cast": "tensors", "coll_reduce": "sources"}  # the first one that a name begins with counts
-    if kernel.rows_at is None:
-        assert kernel in (abi.FINISH, abi.QUANTIZE, abi.QUANTIZE_FEEDBACK)
-        return
-    args = kernel.args()
-    c_uint64.from_address(addressof(args) + kernel.rows_at).value = 77
-    inside = getattr(args, "from", getattr(args, "update", args))
-    names |= {"coll_sgd": "parameters", "coll_adam": "parameters", "coll_copy": "tensors"}
-    name = next(names[each] for each in names if kernel.name.startswith(each))
-    assert getattr(inside, name) == 77
-
-
-# ---- Through pinned memory, on streams that only count.
-class Event:
-    def __init__(self, device):
-        self.device, self.done, self.stream = device, False, None
-
-    def query(self):
-        assert not self.device.capturing, "an event was queried in a capture"
-        assert self.device.allowed, "a query that spoils the capture of another thread"
-        return self.done
-
-    def record(self, stream):
-        assert not self.device.capturing
-        self.stream, self.done = stream, False
-
-    def synchronize(self):
-        raise AssertionError("the host waits")
-
-
-class Device:
-    """A "GPU" that is host memory."""
-
-    def __init__(self, monkeypatch):
-        self.capturing = self.allowed = False
-        self.events, self.pinned = [], []
-        self.stream = self.new_stream(1)
-        for name, value in {
-            "device": lambda _: contextlib.nullcontext(),
-            "is_current_stream_capturing": lambda: self.capturing,
-            "current_stream": lambda *_: self.stream,
-            "Event": self.new_event,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(rows, "_pinned", self.pin)
-        for module in (rows, cuda_state):
-            monkeypatch.setattr(module, "queries_allowed", self.allow)
-        monkeypatch.setattr(rows, "_rings", {})
-        monkeypatch.setattr(rows, "_captured", [])
-
-    def new_stream(self, number):
-        return types.SimpleNamespace(cuda_stream=number, device_index=0, device=torch.device("cpu"))
-
-    def new_event(self):
-        self.events.append(Event(self))
-        return self.events[-1]
-
-    @contextlib.contextmanager
-    def allow(self):
-        self.allowed = True
-        yield
-        self.allowed = False
-
-    def pin(self, nbytes):
-        assert self.allowed or not self.capturing, "taking page-locked memory spoils the capture"
-        self.pinned.append(torch.empty(nbytes, dtype=torch.uint8))
-        return self.pinned[-1]
-
-
-@pytest.fixture
-def device(monkeypatch):
-    return Device(monkeypatch)
-
-
-def long_table(first=0, count=700) -> Rows:
-    return Rows(np.arange(first, first + count, dtype=np.uint64), torch.device("cuda", 0))
-
-
-def values(copy: torch.Tensor) -> list[int]:
-    return copy.view(torch.int64).tolist()
-
-
-def test_pinned_memory_is_used_again_only_after_its_copy(device):
-    first, second = long_table(), long_table(1000)
-    assert values(first.on_device()) == [*range(700)]
-    second.on_device()
-    assert len(device.pinned) == 2, "the first copy may still read its memory"
-    assert values(device.pinned[0][: 8 * 700]) == [*range(700)]
-    device.events[0].done = True
-    third = long_table(2000)
-    assert values(third.on_device()) == [*range(2000, 2700)]
-    assert len(device.pinned) == 2 and values(device.pinned[0][: 8 * 700]) == [*range(2000, 2700)]
-    assert device.events[0].stream is device.stream and not device.events[0].done
-    assert long_table(count=5000).on_device().numel() == 40000 and len(device.pinned) == 3  # of another size
-
-
-def test_each_stream_has_a_copy_of_its_own(device):
-    table, here = long_table(), device.stream
-    copy = table.on_device()
-    assert table.on_device() is copy and len(device.pinned) == 1
-    device.stream = device.new_stream(2)
-    other = table.on_device()
-    assert other.data_ptr() != copy.data_ptr() and values(other) == values(copy)
-    device.stream = here
-    assert table.on_device() is copy
-    table.array[0] = 5
-    table.changed()
-    assert values(table.on_device())[0] == 5 and values(copy)[0] == 0
-
-
-def test_a_capture_gets_memory_that_stays(device):
-    table = long_table()
-    outside = table.on_device()
-    device.events[0].done = True
-    device.capturing = True
-    inside = table.on_device()
-    assert inside is not outside and len(device.pinned) == 2 and rows._captured == device.pinned[1:]
-    device.capturing = False
-    assert table.on_device() is outside
-    for start in range(3):
-        long_table(start * 1000).on_device()
-        for event in device.events:
-            event.done = True
-    assert values(device.pinned[1]) == [*range(700)]
-    assert all(each.memory is not device.pinned[1] for ring in rows._rings.values() for each in deque(ring))
-
-
-def test_a_table_that_is_made_and_changed_waits_for_nothing(device, monkeypatch):
-    """Making one touches no GPU; what goes by value never does."""
-    monkeypatch.setattr(Rows, "on_device", None)
-    tensors = [torch.ones(5) for _ in range(3)]
-    kernels.Table(tensors, torch.float32)
-    kernels.Sources(tensors)
-    kernels.WireTable([torch.zeros(128, dtype=torch.uint8) for _ in range(3)])
-    kernels.ParameterTable("sgd_step", tensors, [torch.ones(5) for _ in range(3)])
-    assert not device.pinned and not device.events
-
-
-# ---- Statistics.
-class Recorded(torch.Tensor):
-    """Memory of which is noted on which streams it is used."""
-
-    def record_stream(self, stream):
-        self.streams.append(stream)
-
-
-def test_statistics_on_another_stream_are_recorded_there(monkeypatch):
-    statistics = kernels.Statistics()
-    names = ("sum_of_squares", "nonfinite", "_sums", "_bad")
-    for name in names:
-        tensor = getattr(statistics, name).as_subclass(Recorded)
-        tensor.streams = []
-        setattr(statistics, name, tensor)
-    statistics._streams = ["made on"]
-    for stream in ("made on", "another", "made on"):
-        statistics._record(stream)
-    for name in names:
-        assert getattr(statistics, name).streams == ["another", "made on"]
+@needs_simulation
+def test_long_tables_on_streams_and_in_graphs():
+    run_ranks(long_tables, 1, device="simulated")

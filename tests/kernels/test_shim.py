@@ -65,44 +65,39 @@ def test_faults_are_reported(match, probe, monkeypatch):
     assert probe.floats[0] == 7
 
 
-@pytest.mark.parametrize("order", shim.ORDERS)
-@pytest.mark.parametrize("block", [1, 32, 96, 256])
-def test_blocks_threads_and_barriers(block, order, probe, monkeypatch):
-    body = """
-      __shared__ unsigned long long sum;
-      if (threadIdx.x == 0) sum = 0;
-      __syncthreads();
-      atomicAdd(&sum, 1ull << blockIdx.x);
-      __syncthreads();
-      if (threadIdx.x == blockDim.x - 1) a.counts[blockIdx.x] = sum;
-      a.floats[blockIdx.x * blockDim.x + threadIdx.x] = threadIdx.x;
-    """
-    probe.run(monkeypatch, body, block=block, order=order)
-    assert probe.counts.tolist() == [block, 2 * block, 0, 0]
-    assert probe.floats.tolist() == [*range(block)] * 2 + [0] * (1024 - 2 * block)
+BARRIERS = """
+  __shared__ unsigned long long sum;
+  if (threadIdx.x == 0) sum = 0;
+  __syncthreads();
+  atomicAdd(&sum, 1ull << blockIdx.x);
+  __syncthreads();
+  if (threadIdx.x == blockDim.x - 1) a.counts[blockIdx.x] = sum;
+  a.floats[blockIdx.x * blockDim.x + threadIdx.x] = threadIdx.x;
+"""
+MISSING = "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; %s a.floats[threadIdx.x] = s[63 - threadIdx.x];"
+SHUFFLES = """
+  unsigned long long all = threadIdx.x, down = threadIdx.x;
+  for (int bits = 16; bits; bits /= 2) all += __shfl_xor_sync(0xffffffffu, all, bits);
+  for (int by = 16; by; by /= 2) down += __shfl_down_sync(0xffffffffu, down, by);
+  a.counts[threadIdx.x / 32] = all;
+  if (threadIdx.x % 32 == 0) a.counts[2 + threadIdx.x / 32] = down;
+  a.floats[threadIdx.x] = __shfl_sync(0xffffffffu, (float)threadIdx.x, 5);
+"""
 
 
 @pytest.mark.parametrize("order", shim.ORDERS)
-def test_a_missing_barrier_shows(order, probe, monkeypatch):
-    """With its barrier the kernel is right in every order, without it in none: shared memory is garbage at first."""
-    body = "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; %s a.floats[threadIdx.x] = s[63 - threadIdx.x];"
-    probe.run(monkeypatch, body % "__syncthreads();", order=order)
+def test_right_kernels_run_in_every_order(order, monkeypatch):
+    """And one that lacks its barrier is wrong in every order: shared memory is garbage at first."""
+    for block in (1, 32, 96, 256):
+        probe = Probe()
+        probe.run(monkeypatch, BARRIERS, block=block, order=order)
+        assert probe.counts.tolist() == [block, 2 * block, 0, 0]
+        assert probe.floats.tolist() == [*range(block)] * 2 + [0] * (1024 - 2 * block)
+    probe.run(monkeypatch, MISSING % "__syncthreads();", order=order)
     assert probe.floats[:64].tolist() == [*range(63, -1, -1)]
-    probe.run(monkeypatch, body % "", order=order)
+    probe.run(monkeypatch, MISSING % "", order=order)
     assert probe.floats[:64].tolist() != [*range(63, -1, -1)]
-
-
-@pytest.mark.parametrize("order", shim.ORDERS)
-def test_shuffles(order, probe, monkeypatch):
-    body = """
-      unsigned long long all = threadIdx.x, down = threadIdx.x;
-      for (int bits = 16; bits; bits /= 2) all += __shfl_xor_sync(0xffffffffu, all, bits);
-      for (int by = 16; by; by /= 2) down += __shfl_down_sync(0xffffffffu, down, by);
-      a.counts[threadIdx.x / 32] = all;
-      if (threadIdx.x % 32 == 0) a.counts[2 + threadIdx.x / 32] = down;
-      a.floats[threadIdx.x] = __shfl_sync(0xffffffffu, (float)threadIdx.x, 5);
-    """
-    probe.run(monkeypatch, body, order=order)
+    probe.run(monkeypatch, SHUFFLES, order=order)
     low, high = sum(range(32)), sum(range(32, 64))
     assert probe.counts.tolist() == [low, high, low, high]
     assert probe.floats[:64].tolist() == [5] * 32 + [37] * 32

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import random
 import re
 import weakref
@@ -35,16 +33,6 @@ def test_attributes():
     assert repr(table) == "<Table of 4 tensors, 32 elements of bfloat16 on cpu>"
 
 
-def test_own_offsets():
-    table = kernels.Table([ONE, torch.empty(5), torch.empty(0)], torch.float32, offsets=(9, np.int64(2), 3))
-    assert table.offsets == (9, 2, 3) and table.total == 10
-
-
-def test_bytes():
-    table = kernels.Table([torch.empty(3), torch.empty(5, dtype=torch.bool)], torch.uint8)
-    assert table.offsets == (0, 16) and table.total == table.nbytes == 32
-
-
 def test_any_iterable_and_none():
     assert kernels.Table((torch.ones(n) for n in range(5)), torch.float32).total == 16
     empty = kernels.Table([], torch.float32)
@@ -54,11 +42,14 @@ def test_any_iterable_and_none():
     kernels.pack([], np.empty(0, dtype=np.float16))
 
 
-def test_numpy_dtypes():
-    flat = np.zeros(4, dtype=np.float32)
-    kernels.pack(kernels.Table([ONE], np.float32), flat)
-    assert flat.tolist() == [1, 0, 0, 0]
-    kernels.pack(kernels.Table([ONE], np.dtype("float32")), torch.zeros(4))
+def test_dtypes():
+    """torch's, NumPy's and their names."""
+    kernels.pack(kernels.Table([ONE], "bfloat16"), torch.zeros(8, dtype=torch.bfloat16))
+    for dtype in (np.float32, np.dtype("float32"), "float32"):
+        kernels.pack(kernels.Table([ONE], dtype), np.zeros(4, dtype=np.float32))
+    for dtype in ("nothing", 3.5, torch.qint8, torch.bits8, np.dtype("V12"), object(), None, {"a": 1}, ONE):
+        with pytest.raises(InvalidArgument, match="^Table: (the flat buffer's dtype must|there are no flat)"):
+            kernels.Table([], dtype)
 
 
 def test_a_table_keeps_its_tensors():
@@ -72,102 +63,16 @@ def test_a_table_keeps_its_tensors():
     assert alive() is not None and flat.sum() == 5
 
 
-# ---- Tensors that moved.
-def swap_data(tensor):
-    tensor.data = torch.zeros(5)
-
-
-def resize_storage(tensor):
-    tensor.untyped_storage().resize_(0)
-
-
-def set_other(tensor):
-    tensor.set_(torch.zeros(5))
-
-
-def shorten(tensor):
-    tensor.resize_(3)
-
-
-def lengthen(tensor):
-    tensor.resize_(5000)
-
-
-@pytest.mark.parametrize("move", [swap_data, resize_storage, set_other, shorten, lengthen])
-@pytest.mark.parametrize("as_parameter", [False, True])
-def test_moved_tensors(move, as_parameter):
-    tensor = torch.ones(5)
-    if as_parameter:
-        tensor = torch.nn.Parameter(tensor, requires_grad=False)
-    table = kernels.Table([torch.ones(3), tensor], torch.float32)
-    flat = torch.zeros(16)
-    kernels.pack(table, flat)
-    move(tensor)
-    message = "tensor 1 doesn't lie where it did when the table was made"
-    for call, op in ((lambda: kernels.pack(table, flat), "pack"), (lambda: kernels.unpack(flat, table), "unpack")):
-        with refused(message, op):
-            call()
-    with refused(message, "Table"):
-        table.verify()
-
-
-def test_strides_changed_in_place():
-    tensor = torch.arange(6.0).view(2, 3)
-    table = kernels.Table([tensor], torch.float32)
-    tensor.t_()
-    with refused("tensor 0 doesn't lie where it did"):
-        kernels.pack(table, torch.zeros(8))
-
-
-def test_a_numpy_array_that_moved():
-    array = np.ones(5, dtype=np.float32)
-    table = kernels.Table([ONE, array], torch.float32)
-    kernels.pack(table, torch.zeros(12))
-    array.resize((100000,), refcheck=False)
-    with refused("tensor 1 doesn't lie where it did"):
-        kernels.pack(table, torch.zeros(12))
-
-
 def shrunk(count=1000, nbytes=100, dtype=torch.float32):
     tensor = torch.ones(count, dtype=dtype)
     tensor.untyped_storage().resize_(nbytes)
     return tensor
 
 
-def test_memory_of_what_is_not_read():
-    """The scale's and the statistics' must be there; that of an empty view need not."""
-    with refused("the scale's storage has 2 bytes, it needs 4"):
-        kernels.pack([ONE], torch.zeros(4), scale=shrunk(1, 2))
-    statistics = kernels.Statistics()
-    statistics.nonfinite.untyped_storage().resize_(4)
-    with refused("the statistics' nonfinite's storage has 4 bytes, it needs 8"):
-        kernels.pack([ONE], torch.zeros(4), statistics=statistics)
+def test_an_empty_view_needs_no_memory():
     whole = torch.ones(10)
     whole.untyped_storage().resize_(0)
     kernels.pack([whole[5:5], ONE], torch.zeros(4))
-
-
-def test_a_storage_that_was_shrunk_later():
-    tensor = torch.ones(1000)
-    table = kernels.Table([ONE, tensor], torch.float32)
-    tensor.untyped_storage().resize_(100)
-    with refused("tensor 1 doesn't lie where it did"):
-        kernels.pack(table, torch.zeros(2000))
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
-@pytest.mark.parametrize("offsets", [None, [4, 0]])
-def test_copies_of_tables(again, offsets):
-    table = kernels.Table([torch.ones(3), np.full(2, 2.0)], torch.float32, offsets=offsets)
-    other = again(table)
-    flats = torch.full((2, table.total), 9.0)
-    for made, flat in zip((table, other), flats, strict=True):
-        kernels.pack(made, flat)
-    assert torch.equal(*flats)
-    other.tensors[0].zero_()
-    del table
-    kernels.pack(other, flats[1])
-    assert flats[1].sum() == flats[0].sum() - 3
 
 
 # ---- Tensors that won't do.
@@ -232,25 +137,10 @@ def test_other_types_are_only_copied():
         kernels.pack([ints], flat, scale=1)
 
 
-@pytest.mark.parametrize("thing", [torch.ones(3), np.ones(3), "abc", b"abc", {"a": ONE}, 3, None])
-def test_not_a_list(thing):
-    with refused(f"the tensors must come as a list of tensors, not as {type(thing).__name__}"):
-        kernels.pack(thing, torch.zeros(9))
-
-
-@pytest.mark.parametrize(
-    "dtype", ["nothing", 3.5, torch.qint8, torch.bits8, np.dtype("V12"), object(), None, {"a": 1}, ONE]
-)
-def test_bad_dtypes(dtype):
-    with pytest.raises(InvalidArgument, match="^Table: (the flat buffer's dtype must be|there are no flat buffers of)"):
-        kernels.Table([], dtype)
-
-
-def test_dtypes_by_name():
-    flat = torch.zeros(8, dtype=torch.bfloat16)
-    kernels.pack(kernels.Table([ONE], "bfloat16"), flat)
-    kernels.pack(kernels.Table([ONE], "float32"), torch.zeros(4))
-    assert flat.sum() == 1
+def test_not_a_list():
+    for thing in (torch.ones(3), np.ones(3), "abc", b"abc", {"a": ONE}, 3, None):
+        with refused(f"the tensors must come as a list of tensors, not as {type(thing).__name__}"):
+            kernels.pack(thing, torch.zeros(9))
 
 
 # ---- The flat buffer.
@@ -354,38 +244,6 @@ def test_bad_offsets():
     assert not flat.any()
 
 
-@pytest.mark.parametrize(
-    "scale, message",
-    [
-        (float("nan"), "the scale must be finite, not nan"),
-        (float("inf"), "the scale must be finite, not inf"),
-        (-float("inf"), "the scale must be finite, not -inf"),
-        (10**400, "the scale must be finite, not 1000"),
-        pytest.param(-(10**5000), "the scale must be finite, not this int", id="of 5000 digits"),
-        (1e39, "the scale 1e+39 is infinite in fp32"),
-        (-3.4028235677973366e38, "the scale -3.4028235677973366e+38 is infinite in fp32"),
-        (np.float32("nan"), "the scale must be finite"),
-        (True, "the scale must be a number or an fp32 tensor of one element, not bool"),
-        (1j, "the scale must be a number or an fp32 tensor of one element, not complex"),
-        ("2", "the scale must be a number or an fp32 tensor of one element, not str"),
-        (None, "the scale must be a number or an fp32 tensor of one element, not NoneType"),
-        ([1.0], "the scale must be a number or an fp32 tensor of one element, not list"),
-        (np.True_, "the scale must be a number or an fp32 tensor of one element, not bool"),
-        (torch.ones(2), "the scale has 2 elements of float32"),
-        (torch.ones(0), "the scale has 0 elements of float32"),
-        (torch.ones(1, dtype=torch.float64), "the scale has 1 elements of float64"),
-        (torch.ones(1, dtype=torch.int32), "the scale has 1 elements of int32"),
-        (np.ones(1), "the scale has 1 elements of float64"),
-        (torch.ones(1, device="meta"), "the scale is a meta tensor"),
-    ],
-)
-def test_bad_scales(scale, message):
-    flat = torch.full((4,), 7.0)
-    with refused(message):
-        kernels.pack([ONE], flat, scale=scale)
-    assert (flat == 7).all()
-
-
 def test_the_largest_scales():
     flat, wide = torch.zeros(4), torch.zeros(2, dtype=torch.float64)
     kernels.pack([ONE], flat, scale=3.4028235677973362e38)
@@ -394,25 +252,10 @@ def test_the_largest_scales():
     assert wide[0] == 1e300
 
 
-def test_a_scale_inside_of_what_is_written():
-    flat = torch.ones(16)
-    target = torch.ones(5)
-    with refused("the scale lies inside of what is written"):
-        kernels.pack([target], flat, scale=flat[3])
-    with refused("the scale lies inside of what is written", "unpack"):
-        kernels.unpack(flat, [ONE.clone(), target], scale=target[2:3])
+def test_a_scale_inside_of_what_is_read():
+    flat, target = torch.ones(16), torch.ones(5)
     kernels.pack([target], flat, scale=target[2:3])
     kernels.pack([target], flat[:8], scale=flat[8])
-
-
-def test_bad_statistics():
-    for wrong in (True, {}, ONE):
-        with refused(f"statistics must be a Statistics, not {type(wrong).__name__}"):
-            kernels.pack([ONE], torch.zeros(4), statistics=wrong)
-    elsewhere = kernels.Statistics()
-    elsewhere.device = torch.device("cuda", 0)
-    with refused("the statistics are on cuda:0, the arrays on cpu"):
-        kernels.pack([ONE], torch.zeros(4), statistics=elsewhere)
 
 
 # ---- Anything at all: an InvalidArgument or the right thing, never a crash.
@@ -463,33 +306,4 @@ def test_a_storm_of_calls():
     assert min(done.values()) > 50 and refusals > 100
 
 
-def test_statistics_inside_of_what_is_written():
-    found = kernels.Statistics()
-    for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)):
-        with refused("the statistics' "):
-            kernels.pack([torch.ones(1)], own, offsets=[0], statistics=found)
-        with refused("the statistics' ", "unpack"):
-            kernels.unpack(torch.ones(2, dtype=torch.float64), [own], statistics=found)
-
-
 # ---- On a GPU.
-@pytest.mark.gpu
-def test_mixed_devices():
-    there = torch.ones(3, device="cuda")
-    flat = torch.zeros(16, device="cuda")
-    with refused("tensor 1 is on cpu, the flat buffer on cuda:0"):
-        kernels.pack([there, ONE], flat)
-    with refused("tensor 1 is on cpu, tensor 0 on cuda:0", "Table"):
-        kernels.Table([there, ONE], torch.float32)
-    with refused("tensor 0 is on cuda:0, the flat buffer on cpu"):
-        kernels.pack([there], flat.cpu())
-    with refused("the flat buffer is on cpu, the tensors on cuda:0"):
-        kernels.pack(kernels.Table([there], torch.float32), flat.cpu())
-    with refused("the scale is on cpu"):
-        kernels.pack([there], flat, scale=ONE)
-    with refused("the statistics are on cpu, the arrays on cuda:0"):
-        kernels.pack([there], flat, statistics=kernels.Statistics())
-    table = kernels.Table([there, torch.ones(5, device="cuda")], torch.float32)
-    table.tensors[1].data = torch.ones(5, device="cuda")
-    with refused("tensor 1 doesn't lie where it did"):
-        kernels.pack(table, flat)

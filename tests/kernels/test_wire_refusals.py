@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -65,26 +63,20 @@ X, W = torch.ones(100), torch.zeros(WIRE, dtype=torch.uint8)
         ("wire begins at an address that is no multiple of 4", X, torch.zeros(WIRE + 2, dtype=torch.uint8)[2:], {}),
         ("wire of shape .* isn't contiguous", X, torch.zeros(2 * WIRE, dtype=torch.uint8)[::2], {}),
         ("format must be one of .*, not 'int4'", X, W, {"format": "int4"}),
-        ("format", X, W, {"format": ["int8"]}),
         ("block must be one of 128, 256, 512, not 100", X, W, {"block": 100}),
-        ("block must be one of", X, W, {"block": None}),
         ("block must be one of 128, 256, 512, not 256.0", X, W, {"block": 256.0}),
         ("format this int and block 256", X, W, {"format": 10**5000}),
         ("position must be a whole number .* not this int", X, W, {"position": 10**5000}),
         (r"scale 1e\+39 is infinite in fp32", X, W, {"scale": 1e39}),
         ("residual has 128 elements, source 100", X, W, {"residual": torch.zeros(128)}),
         ("residual is float64: it must be float32 or bfloat16", X, W, {"residual": torch.zeros(100).double()}),
-        ("residual is float16", X, W, {"residual": torch.zeros(100).half()}),
         ("residual overlaps source", X, W, {"residual": X}),
         ("seed must be a whole number from 0 to 18446744073709551615, not -1", X, W, {"seed": -1}),
-        ("seed must be a whole number", X, W, {"seed": 1 << 64}),
         ("seed must be a whole number", X, W, {"seed": 1.5}),
         ("seed must be a whole number", X, W, {"seed": True}),
         ("position must be a whole number from 0", X, W, {"position": -1}),
         ("position must be a whole number", X, W, {"position": (1 << 63) - 100}),
         ("scale must be a number", X, W, {"scale": "1"}),
-        ("scale must be a number", X, W, {"scale": None}),
-        ("scale is float64 of 1 elements", X, W, {"scale": torch.ones(1).double()}),
         ("scale is float32 of 2 elements", X, W, {"scale": torch.ones(2)}),
         ("scale must be finite, not 1000", X, W, {"scale": 10**400}),
         ("scale must be finite, not nan", X, W, {"scale": math.nan}),
@@ -143,51 +135,11 @@ def test_the_wires_are_looked_at():
     )  # fmt: skip
 
 
-def test_a_table_whose_wires_have_gone():
-    wires, out = [torch.zeros(WIRE, dtype=torch.uint8) for _ in range(3)], torch.zeros(100)
-    table = kernels.WireTable(wires)
-    assert len(table) == 3
-    kernels.reduce_wires(table, out, format="int8")
-    wires[1].data = torch.ones(WIRE, dtype=torch.uint8)
-    refuse("wire 1 has been freed or has moved", kernels.reduce_wires, table, out, format="int8")
-    table = kernels.WireTable(wires)
-    wires[1].untyped_storage().resize_(0)
-    refuse("wire 1 has been freed or has moved", kernels.requantize, table, W.clone(), count=100, format="int8")
-
-
-def test_tables_of_numpy_arrays_and_changed_strides():
-    wires = [np.zeros(WIRE, np.uint8), torch.zeros(2, WIRE // 2, dtype=torch.uint8)]
-    table, out = kernels.WireTable(wires), torch.zeros(100)
-    wires[0].resize(4, refcheck=False)
-    refuse("wire 0 has been freed or has moved", kernels.reduce_wires, table, out, format="int8")
-    table = kernels.WireTable(wires[1:])
-    wires[1].t_()
-    refuse("wire 0 has been freed .* strides were changed", kernels.reduce_wires, table, out, format="int8")
-
-
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
-def test_copies_of_tables(again):
-    wires = [np.zeros(WIRE, np.uint8) for _ in range(2)]
-    for wire in wires:
-        kernels.quantize(X, wire, format="int8")
-    table, out = again(kernels.WireTable(wires)), torch.zeros(100)
-    del wires
-    kernels.reduce_wires(table, out, format="int8")
-    assert (out == 2).all()
-
-
 def test_a_scale_in_a_wire_that_is_written():
     own = W.clone()
     for first in (0, 4, 64):
         scale = own[first : first + 4].view(torch.float32)
         refuse("out overlaps scale", kernels.requantize, [own, W], own, count=100, format="int8", scale=scale)
-
-
-def test_out_is_no_part_of_the_statistics():
-    found = kernels.Statistics()
-    wire = torch.zeros(wire_layout(1, "int8").nbytes, dtype=torch.uint8)
-    for own in (found.sum_of_squares, found.nonfinite.view(torch.float64)):
-        refuse("lies inside of what is written", kernels.dequantize, wire, own, format="int8", statistics=found)
 
 
 def test_numpy_arrays():
@@ -196,13 +148,3 @@ def test_numpy_arrays():
     kernels.quantize(x, wire, format="int8", residual=np.zeros(1000, np.float32))
     kernels.dequantize(wire, out, format="int8")
     assert np.array_equal(out, wire_oracle.encoded(x, "int8", 256).carried)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_devices_are_checked():
-    x, wire = X.cuda(), W.cuda()
-    refuse("wire is on cpu, source on cuda:0", kernels.quantize, x, W, format="int8")
-    refuse("residual is on cpu", kernels.quantize, x, wire, format="int8", residual=torch.zeros(100))
-    refuse("scale is on cpu", kernels.quantize, x, wire, format="int8", scale=torch.ones(1))
-    refuse("wire 1 is on cpu, wire 0 on cuda:0", kernels.reduce_wires, [wire, W], x, format="int8")
-    refuse("out is on cpu, the wires on cuda:0", kernels.reduce_wires, [wire, wire], X.clone(), format="int8")

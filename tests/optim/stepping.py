@@ -9,7 +9,7 @@ RULES = {
     "SGD": dict(lr=0.1),
     "SGD momentum": dict(lr=0.1, momentum=0.9, dampening=0.2, weight_decay=0.01),
     "SGD nesterov": dict(lr=0.1, momentum=0.9, nesterov=True, maximize=True),
-    "Adam": dict(lr=0.01, weight_decay=0.1),
+    "Adam": dict(lr=0.01, weight_decay=0.1, betas=(0.3, 0.5), eps=1e-3),
     "Adam amsgrad": dict(lr=0.01, amsgrad=True, betas=(0.8, 0.9)),
     "AdamW": dict(lr=0.01),
     "AdamW amsgrad": dict(lr=0.01, amsgrad=True, weight_decay=0.2, maximize=True),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collectives import errors, optim
-from tests.optim.stepping import BF16, RULES, SHAPES, assert_same, cls, make, set_grads
+from tests.optim.stepping import BF16, F32, F64, RULES, SHAPES, assert_same, cls, make, set_grads
 
 
 def flat_state(optimizer):
@@ -20,9 +20,10 @@ def flat_state(optimizer):
 
 
 # ---- As torch.optim.
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_as_torch_with_groups_schedulers_and_missing_gradients(rule):
-    ours, theirs = make(), make()
+def test_steps_as_torch_with_groups_schedulers_and_missing_gradients(rule, dtype):
+    ours, theirs = make(dtype=dtype), make(dtype=dtype)
     optimizers = []
     for library, params in ((optim, ours), (torch.optim, theirs)):
         groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.003, "weight_decay": 0.3}]
@@ -44,6 +45,23 @@ def test_steps_as_torch_with_groups_schedulers_and_missing_gradients(rule):
         assert_same([saved[key]], [value])
     mine.zero_grad()
     assert all(param.grad is None for param in ours)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_within_two_ulps_of_torch_with_its_own_square_root(rule, monkeypatch):
+    monkeypatch.undo()  # conftest.py's
+    ours, theirs = make([(5003,)]), make([(5003,)])
+    other = cls(torch.optim, rule)(theirs, foreach=True, **RULES[rule])
+    for step in range(8):
+        mine = cls(optim, rule)(ours, **RULES[rule])
+        mine.load_state_dict(copy.deepcopy(other.state_dict()))
+        for optimizer, params in ((mine, ours), (other, theirs)):
+            set_grads(params, step)
+            optimizer.step()
+        largest = theirs[0].detach().abs().clamp(min=RULES[rule]["lr"])
+        ulp = torch.nextafter(largest, torch.tensor(torch.inf)) - largest
+        assert ((ours[0].detach() - theirs[0].detach()).abs() / ulp).max() <= 2
+        ours[0].data.copy_(theirs[0].detach())
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -76,6 +94,19 @@ def test_state_dicts_travel_both_ways(rule, direction):
         assert_same(params, twins)
     if "Adam" in rule:
         assert [s["step"].item() for s in second.state.values()] == [6.0] * len(SHAPES)
+
+
+def test_late_steps():
+    """By the bias corrections of Adam."""
+    ours, theirs = make(dtype=F64), make(dtype=F64)
+    optimizers = optim.AdamW(ours), torch.optim.AdamW(theirs, foreach=True)
+    for step in range(3):
+        for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+            set_grads(params, step)
+            optimizer.step()
+            for param in params:
+                optimizer.state[param]["step"].fill_(10 ** (3 * (step + 1)))
+        assert_same(ours, theirs)
 
 
 def test_group_options_are_those_of_torch():
@@ -269,10 +300,6 @@ def test_dtensors_step_by_their_local_parts():
         assert type(mine.state[whole]["exp_avg"]) is type(whole.data)
     finally:
         dist.destroy_process_group()
-
-
-
-
 
 
 def test_the_default_device_changes_nothing():

@@ -59,7 +59,7 @@ conformance() {
   # what is thorough or needs more instruction sets than one. Python itself leaks on purpose.
   local library tests=(tests/conformance -m "not slow and not gpu and not thorough")
   tests+=(-k "not 7 and not 4 and not instruction_set")
-  for above in arrays instruction_sets algorithms algorithm_faults; do
+  for above in algorithms algorithm_faults; do
     tests+=(--ignore "tests/conformance/test_$above.py")
   done
   # Gloo's exceptions come out of a library that is loaded behind the sanitizer, which can't pass them on.

@@ -78,7 +78,13 @@ def test_whole_parameters(tmp_path):
 
 @over_gloo
 def whole_params_fail(ctx):
-    """The owner's optimizer raises: the others do, at the latest in the next step, and none of them hangs."""
+    """The owner's optimizer raises: the others do, at the latest in the next step, and none of them hangs.
+
+    Shards on the host are refused.
+    """
+    model = units_of(make_model().to(ctx.device), comm=ctx.communicator(), offload_policy=CPUOffloadPolicy())
+    with pytest.raises(InvalidUsage, match="CPU offload"):
+        FullParamOptimizer([p for p in model.parameters() if p.dim() > 1], torch.optim.Muon)
     model = make_model().to(ctx.device)
     units_of(model, comm=ctx.communicator())
     optimizer = FullParamOptimizer([p for p in model.parameters() if p.dim() > 1], torch.optim.SGD, lr=0.1)
@@ -100,19 +106,6 @@ def test_an_owners_error(tmp_path):
     assert mine in (("RemoteError", 5), ("RemoteError", 6))
 
 
-@over_gloo
-def whole_params_offloaded(ctx):
-    model = make_model().to(ctx.device)
-    units_of(model, comm=ctx.communicator(), offload_policy=CPUOffloadPolicy())
-    with pytest.raises(InvalidUsage, match="CPU offload"):
-        FullParamOptimizer([p for p in model.parameters() if p.dim() > 1], torch.optim.Muon)
-    return True
-
-
-def test_whole_parameters_of_shards_on_the_host_are_refused(tmp_path):
-    assert all(run(whole_params_offloaded, 2, tmp_path / "simulated", device="simulated"))
-
-
 class Reads(nn.Sequential):
     """Computes with layers' weights before it calls them, after that, and without calling them."""
 
@@ -123,7 +116,6 @@ class Reads(nn.Sequential):
         return x + (x @ self[6].weight.mean(1, keepdim=True)) * weight.mean() + self[4].bias.sum()
 
 
-@over_gloo
 def by_reads(ctx, kind):
     model = Reads(*make_model()).to(ctx.device)
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -138,51 +130,56 @@ def by_reads(ctx, kind):
     return train(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-@pytest.mark.parametrize("kind", ["plain", "list", "bf16"])
-def test_reads_lists_and_hooks(tmp_path, kind):
-    compare(by_reads, tmp_path, kind, same=nearly)
+@over_gloo
+def reads_lists_and_hooks(ctx):
+    return [param for kind in ("plain", "list", "bf16") for param in by_reads(ctx, kind)]
+
+
+def test_reads_lists_and_hooks(tmp_path):
+    compare(reads_lists_and_hooks, tmp_path, same=nearly)
 
 
 @over_gloo
-def whole_shards(ctx, kind):
+def whole_shards(ctx):
     """full_tensor() of parameters and gradients, while the computation may still be running."""
-    model = make_model().to(ctx.device)
-    units_of(model, comm=ctx.communicator(), **({"offload_policy": CPUOffloadPolicy()} if kind == "offload" else {}))
-    x, y = batches_on(ctx, 1)[0]
-    loss_of(model, x, y).backward()
-    return on_host(full for param in model.parameters() for full in (param.full_tensor(), param.grad.full_tensor()))
+    found = []
+    for options in ({}, {"offload_policy": CPUOffloadPolicy()}):
+        model = make_model().to(ctx.device)
+        units_of(model, comm=ctx.communicator(), **options)
+        x, y = batches_on(ctx, 1)[0]
+        loss_of(model, x, y).backward()
+        for param in model.parameters():
+            found += on_host([param.full_tensor(), param.grad.full_tensor()])
+    return found
 
 
-@pytest.mark.parametrize("kind", ["plain", "offload"])
-def test_whole_shards(tmp_path, kind):
-    compare(whole_shards, tmp_path, kind)
+def test_whole_shards(tmp_path):
+    compare(whole_shards, tmp_path)
 
 
 @over_gloo
-def on_two_streams(ctx, kind):
+def on_two_streams(ctx):
     """Every other step runs on a stream of its own, behind and before the others."""
-    model = make_model().to(ctx.device)
-    options = {"gathered as int8": {"hook_state": collectives.HookState(comm=ctx.communicator(), gather="int8")}}
-    units_of(model, comm=ctx.communicator(), **options.get(kind, {}))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    for number, (x, y) in enumerate(batches_on(ctx, WARM + 3)):
-        stream = side if number % 2 else main
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream), steps(ctx, number >= WARM):
-            optimizer.zero_grad()
-            loss_of(model, x, y).backward()
-            optimizer.step()
-        for each in (x, y):
-            each.record_stream(stream)
-        main.wait_stream(stream)
-    torch.cuda.synchronize()
-    return []
+    for options in ({}, {"hook_state": collectives.HookState(comm=ctx.communicator(), gather="int8")}):
+        model = make_model().to(ctx.device)
+        units_of(model, comm=ctx.communicator(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        for number, (x, y) in enumerate(batches_on(ctx, WARM + 3)):
+            stream = side if number % 2 else main
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream), steps(ctx, number >= WARM):
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+            for each in (x, y):
+                each.record_stream(stream)
+            main.wait_stream(stream)
+        torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("kind", ["plain", "gathered as int8"])
-def test_two_streams(tmp_path, kind):
-    run(on_two_streams, 2, tmp_path / "simulated", kind, device="simulated")
+def test_two_streams(tmp_path):
+    run(on_two_streams, 2, tmp_path / "simulated", device="simulated")
 
 
 # ---- Buffers that units use in turn.
@@ -229,24 +226,6 @@ def test_without_windows(tmp_path):
 
 
 @over_gloo
-def kept_view(ctx):
-    """Hold a view of what a window holds, which the next unit in the window must not overwrite."""
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).to(ctx.device)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    kept = []
-    model[0].register_forward_hook(lambda module, args, out: kept.append(module.weight.detach()))
-    with pytest.raises(InvalidUsage, match="still views gathered parameters"):
-        model(torch.ones(2, 8, device=ctx.device))
-    return []
-
-
-def test_a_view_of_a_window(tmp_path):
-    run(kept_view, 2, tmp_path / "simulated", device="simulated")
-
-
-@over_gloo
 def prefetched(ctx):
     """Gather four units at once, two of them in one window: the first moves out."""
     torch.manual_seed(3)
@@ -280,23 +259,29 @@ def step_of(model, width=8):
     model(torch.ones(2, width, device=next(model.parameters()).device)).sum().backward()
 
 
-def view_of_one_rank(ctx):
-    """One rank holds a view of what a window holds: both raise, and go on without it."""
+def kept_views(ctx):
+    """Both ranks, or one, hold a view of what a window holds, which the next unit in the window must not overwrite:
+    both raise, and go on without it.
+    """
     model = small_units(ctx, ctx.communicator())
-    kept = []
-    hook = model[0].register_forward_hook(
-        lambda module, args, out: kept.append(module.weight.detach()) if ctx.rank == 0 else None
-    )
-    error = ("still views gathered", InvalidUsage) if ctx.rank == 0 else ("rank 0 could not go on", RemoteError)
-    with pytest.raises(error[1], match=error[0]):
+    for holders in ((0, 1), (0,)):
+        kept = []
+        hook = model[0].register_forward_hook(
+            lambda module, args, out, kept=kept, holders=holders: (
+                kept.append(module.weight.detach()) if ctx.rank in holders else None
+            )
+        )
+        own = ctx.rank in holders
+        text = "still views gathered parameters" if own else "rank 0 could not go on"
+        with pytest.raises(InvalidUsage if own else RemoteError, match=text):
+            step_of(model)
+        hook.remove()
+        kept.clear()
         step_of(model)
-    hook.remove()
-    kept.clear()
-    step_of(model)
 
 
-def test_a_view_of_a_window_on_one_rank():
-    run_ranks(view_of_one_rank, 2, device="simulated", timeout=30)
+def test_a_view_of_a_window():
+    run_ranks(kept_views, 2, device="simulated", timeout=30)
 
 
 class NoElements(nn.Module):
