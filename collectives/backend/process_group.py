@@ -10,6 +10,7 @@ a receive from any source has no source.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -20,7 +21,7 @@ from ..comm.config import CommConfig
 from ..comm.liveness import RankExits, publish_process
 from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
-from ..errors import InvalidArgument, InvalidUsage
+from ..errors import Aborted, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
 from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
@@ -35,6 +36,20 @@ from .work import BackendWork
 __all__ = ["CollectivesGroup"]
 
 _CPU = torch.device("cpu")
+_CONNECT_S = 30 * 86400.0  # a receive may be begun long before its send, and only a wait for it has a limit
+
+
+class _ExitsUntilEnd(RankExits):
+    """How ranks of a process group have ended; asking raises `Aborted` once `is_over()`."""
+
+    def __init__(self, store, ranks, is_over: Callable[[], bool]):
+        super().__init__(store, ranks)
+        self._is_over = is_over
+
+    def reason(self, rank: int) -> str:
+        if self._is_over():
+            raise Aborted("the process group was destroyed")
+        return super().reason(rank)
 
 
 @untraced
@@ -68,11 +83,16 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._coalescing = contextlib.ExitStack()
         self._split_count = 0
         self._shut_down = False
-        self._channels = Channels(rank, size, self._connect, self._waiting_senders)
         self._registered_name = name
         register_group_backend(name, self)
         if "cpu" in devices:
             self.communicator(_CPU)
+        # A store may outlive a group: the keys of its sends and receives are of one life of the group.
+        life = store.add(f"collectives/lives/{rank}", 1)
+        self._life_store = dist.PrefixStore(f"life/{life}", store)
+        self._channels = Channels(
+            rank, size, self._connect, self._has_come, self._life_store, self._timeout, RankExits(store, range(size))
+        )
 
     # ---- Communicators.
 
@@ -101,20 +121,21 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             )  # fmt: skip
         return self._comms[device]
 
-    def _connect(self, source: int, destination: int, tag: int) -> Communicator:
+    def _connect(self, source: int, destination: int) -> Communicator:
         """Open the communicator of a channel: the source is its rank 0, the destination rank 1.
 
-        Its errors have these numbers, which the channel turns into the group's.
+        Blocks until the other one does so too, or the group's end. Its errors have these numbers,
+        which the channel turns into the group's.
         """
         ranks = (source, destination)
         return open_over_store(
-            self._store, f"p2p/{source}/{destination}/{tag}", ranks.index(self._rank), 2, _CPU, self._timeout,
-            f"to send from rank 0 to rank 1 of process group {self._name!r} with tag {tag}",
-            RankExits(self._store, ranks),
+            self._life_store, f"p2p/{source}/{destination}", ranks.index(self._rank), 2, _CPU, _CONNECT_S,
+            f"to send from rank 0 to rank 1 of process group {self._name!r}",
+            _ExitsUntilEnd(self._store, ranks, lambda: self._shut_down),
         )  # fmt: skip
 
-    def _waiting_senders(self, peers: list[int], tag: int) -> list[int]:
-        return [peer for peer in peers if self._store.check([f"collectives/p2p/{peer}/{self._rank}/{tag}/opened/0"])]
+    def _has_come(self, source: int) -> bool:
+        return self._life_store.check([f"collectives/p2p/{source}/{self._rank}/opened/0"])
 
     def forget(self, comm: Communicator) -> None:
         """Drop a communicator that has failed: the next use opens another one on all ranks."""
@@ -167,6 +188,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         """Set the limit of the operations from now on."""
         self._timeout = timeout.total_seconds()
         self._options._timeout = timeout
+        self._channels.timeout = self._timeout
         for comm in self._comms.values():
             comm.timeout = self._timeout
 
