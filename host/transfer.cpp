@@ -57,6 +57,7 @@ void Transfer::begin() {
   record.datatype = op.type;
   if (record.type_label[0]) memset(record.type_label, 0, sizeof record.type_label);
   if (op.type_label) snprintf(record.type_label, sizeof record.type_label, "%s", op.type_label);
+  if (sends()) memcpy(record.header, op.header, sizeof record.header);
   uint64_t key = transfer_key(op, record);
   if (sends()) move_chunks();
   // Last, and at once: a peer that waits takes this line away with each look at it.

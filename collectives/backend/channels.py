@@ -6,11 +6,11 @@ place in call order. So each pair of ranks has a channel in each direction, with
 its own that both open at the channel's first use: one communicator for both directions would hold
 up a send as long as a receive before it waits.
 
-On a channel each message is a header (its tag, count, dtype) and the elements. The sender sends one
-message after the other, and each waits for its receiver. The receiver reads a header, looks for the
-receive that takes the message (`Mailbox`), and receives the elements in its array. A message that no
-receive takes stays with its sender. Only where the sender has begun other messages behind it, for
-one of which a receive may wait, the elements are copied into memory of the receiver.
+On a channel each message has a header, its tag, count and dtype, and its elements. The sender sends
+one message after the other, and each waits for its receiver. The receiver reads a header, looks for
+the receive that takes the message (`Mailbox`), and receives the elements in its array. A message
+that no receive takes stays with its sender. Only where the sender has begun other messages behind
+it, for one of which a receive may wait, the elements are copied into memory of the receiver.
 
 A channel's transfers are run by whoever waits for one of them, else by the channel's thread. The
 thread isn't woken for a transfer that its caller waits for at once: two threads would take turns for
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import itertools
 import os
 import threading
@@ -39,7 +38,7 @@ from .transfers import Mailbox, Message, Transfer
 
 __all__ = ["Channels"]
 
-_WORDS = 5  # int64 of a header: number of the message, tag, count, index of the dtype, whether others are behind
+_WORDS = 4  # int64 of a header: number of the message, tag, count, twice the dtype's index and 1 if others are behind
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 _PROBE_S = (0.00005, 0.002)  # first and longest pause of a receive from any source
@@ -49,6 +48,59 @@ _ENDED_S = 0.5  # between looks whether the other ranks' processes have ended
 _JOIN_S = 5.0  # how long the group's end waits for threads
 
 _open: weakref.WeakSet = weakref.WeakSet()
+
+
+class _OnNode:
+    """How messages move on a node: the engine's sends carry the headers."""
+
+    def __init__(self, comm):
+        self._comm = comm
+
+    def send(self, header: tuple[int, int, int, int], array: torch.Tensor) -> None:
+        """Send a message; returns when the other end has begun to receive it."""
+        self._comm._native.set_header(*header)
+        self._comm.send(array, 1)
+
+    def has_come(self) -> bool:
+        """Return whether the next message has come; never blocks."""
+        return self._comm._native.probe(0)
+
+    def read_header(self) -> tuple[int, int, int, int]:
+        """Return the header of the next message; blocks until it has come."""
+        return self._comm._native.peek(0)
+
+    def recv(self, array: torch.Tensor) -> None:
+        """Receive the elements of the message whose header was read last."""
+        self._comm.recv(array, 0)
+
+
+class _BetweenNodes:
+    """The same between nodes: a header is a message, and another one tells that the elements have come.
+
+    Without the latter a send would end as soon as the system has room for it.
+    """
+
+    def __init__(self, comm):
+        self._comm = comm
+        self._header = torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
+        self._end = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def send(self, header: tuple[int, int, int, int], array: torch.Tensor) -> None:
+        self._header.copy_(torch.tensor(header, dtype=torch.int64, device="cpu"))
+        self._comm.send(self._header, 1)
+        self._comm.send(array, 1)
+        self._comm.recv(self._end, 1)
+
+    def has_come(self) -> bool:
+        return self._comm._native.probe(0)
+
+    def read_header(self) -> tuple[int, int, int, int]:
+        self._comm.recv(self._header, 0)
+        return tuple(self._header.tolist())
+
+    def recv(self, array: torch.Tensor) -> None:
+        self._comm.recv(array, 0)
+        self._comm.send(self._end, 0)
 
 
 class _Channel:
@@ -62,16 +114,12 @@ class _Channel:
     def __init__(self, channels: Channels, own_rank: int, ends: tuple[int, int]):
         self._channels, self._own_rank, self._ends = channels, own_rank, ends
         self._direction = "send" if own_rank == ends[0] else "recv"
-        self._comm = None
-        self._acknowledges = False  # between nodes a send may end before its receive is called
+        self._comm = self._moves = None
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that runs transfers
         self._threads: list[threading.Thread] = []
         self._serves = self._opens = self._closed = False
         self._error: BaseException | None = None  # that has ended the channel
-        self._header = torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
-        self._words = (ctypes.c_int64 * _WORDS).from_address(self._header.data_ptr())
-        self._ack = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     # ---- What a direction implements.
 
@@ -116,7 +164,7 @@ class _Channel:
             self._fail(TransportError(first_line(error)))
             return
         with self._changed:
-            self._acknowledges = len(comm.machines) > 1
+            self._moves = _BetweenNodes(comm) if len(comm.machines) > 1 else _OnNode(comm)
             self._comm = comm
             closed = self._closed
             self._changed.notify_all()
@@ -259,23 +307,19 @@ class SendChannel(_Channel):
         return bool(self._queue)
 
     def _advance(self) -> bool:
-        comm = self._comm
         with self._changed:
             transfer, others = self._queue[0] if self._queue else None, len(self._queue) > 1
         array = None if transfer is None else transfer.array
         if array is None:  # the channel was ended just now
             return True
         self._count += 1
-        self._words[:] = self._count, transfer.tag, array.numel(), _DTYPE_INDEX[array.dtype], others
+        header = self._count, transfer.tag, array.numel(), 2 * _DTYPE_INDEX[array.dtype] + others
         if others:
             self._told = self._count
         self._in_flight = self._count
         error = None
         try:
-            comm.send(self._header, 1)
-            comm.send(array, 1)
-            if self._acknowledges:
-                comm.recv(self._ack, 1)
+            self._moves.send(header, array)
         except Mismatch as found:
             error = self._renumber(found)
         self._in_flight = 0
@@ -322,10 +366,10 @@ class RecvChannel(_Channel):
         return self._error is None and self._mailbox.waits_for(self._ends[0])
 
     def _advance(self) -> bool:
-        comm, message, words = self._comm, self._message, self._words
+        message = self._message
         if message is None:
-            comm.recv(self._header, 0)
-            message = Message(self._ends[0], words[0], words[1], words[2], _DTYPES[words[3]], bool(words[4]))
+            number, tag, count, kind = self._moves.read_header()
+            message = Message(self._ends[0], number, tag, count, _DTYPES[kind >> 1], bool(kind & 1))
             self._mailbox.match(message)
             self._message, self._pause = message, _HELD_S[0]
         transfer = message.transfer
@@ -334,9 +378,7 @@ class RecvChannel(_Channel):
         array = torch.empty(message.count, dtype=message.dtype, device="cpu") if transfer is None else transfer.array
         error = None
         try:
-            comm.recv(array, 0)
-            if self._acknowledges:
-                comm.send(self._ack, 0)
+            self._moves.recv(array)
         except Mismatch as found:
             error = self._renumber(found)
         self._message = None
@@ -365,7 +407,7 @@ class RecvChannel(_Channel):
         if self._comm is None or not self._turn.acquire(blocking=False):
             return False
         try:
-            comes = self._error is None and (self._message is not None or self._comm._native.probe(0))
+            comes = self._error is None and (self._message is not None or self._moves.has_come())
             return comes and self._advance()
         except CollectivesError as error:
             self._fail(error)
