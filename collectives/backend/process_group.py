@@ -27,6 +27,7 @@ from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
 from .channels import Channels
 from .data_ops import DataOps
+from .device_channels import DeviceChannels
 from .options import parse_options
 from .p2p_ops import PointToPointOps
 from .reduction_ops import ReductionOps
@@ -84,6 +85,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._split_count = 0
         self._shut_down = False
         self._registered_name = name
+        self._device_channels = DeviceChannels(rank, self._connect, self._timeout)
         register_group_backend(name, self)
         if "cpu" in devices:
             self.communicator(_CPU)
@@ -98,10 +100,13 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
 
     def communicator(self, device: torch.device) -> Communicator:
         """Return the group's communicator of a device, which the first call opens on all ranks."""
+        if self._device_channels.unissued:
+            self._device_channels.issue_opened()
         comm = self._comms.get(device)
         return self._open(device) if comm is None else comm
 
-    def _open(self, device: torch.device) -> Communicator:
+    def _check_device(self, device: torch.device) -> None:
+        """Raise an error where the group does not serve a device, or was destroyed."""
         if device.type not in self._device_names:
             raise InvalidArgument(
                 f"the group {self._name!r} has no communicator for {device}: it was created for "
@@ -110,6 +115,9 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             )  # fmt: skip
         if self._shut_down:
             raise InvalidUsage(f"the process group {self._name!r} was destroyed", rank=self._rank)
+
+    def _open(self, device: torch.device) -> Communicator:
+        self._check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._comms:
@@ -121,21 +129,22 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             )  # fmt: skip
         return self._comms[device]
 
-    def _connect(self, source: int, destination: int) -> Communicator:
+    def _connect(self, source: int, destination: int, device: torch.device = _CPU) -> Communicator:
         """Open the communicator of a channel: the source is its rank 0, the destination rank 1.
 
         Blocks until the other one does so too, or the group's end. Its errors have these numbers,
         which the channel turns into the group's.
         """
         ranks = (source, destination)
+        publish_process(self._store, self._rank)
         return open_over_store(
-            self._life_store, f"p2p/{source}/{destination}", ranks.index(self._rank), 2, _CPU, _CONNECT_S,
-            f"to send from rank 0 to rank 1 of process group {self._name!r}",
-            _ExitsUntilEnd(self._store, ranks, lambda: self._shut_down),
+            self._life_store, f"p2p/{device.type}/{source}/{destination}", ranks.index(self._rank), 2, device,
+            _CONNECT_S, f"to send from rank 0 to rank 1 of process group {self._name!r}",
+            _ExitsUntilEnd(self._store, ranks, lambda: self._shut_down), self._config, agrees=False,
         )  # fmt: skip
 
     def _has_come(self, source: int) -> bool:
-        return self._life_store.check([f"collectives/p2p/{source}/{self._rank}/opened/0"])
+        return self._life_store.check([f"collectives/p2p/cpu/{source}/{self._rank}/opened/0"])
 
     def forget(self, comm: Communicator) -> None:
         """Drop a communicator that has failed: the next use opens another one on all ranks."""
@@ -188,7 +197,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         """Set the limit of the operations from now on."""
         self._timeout = timeout.total_seconds()
         self._options._timeout = timeout
-        self._channels.timeout = self._timeout
+        self._channels.timeout = self._device_channels.timeout = self._timeout
         for comm in self._comms.values():
             comm.timeout = self._timeout
 
@@ -279,16 +288,17 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
 
     # ---- The end.
 
-    def _end(self) -> None:
+    def _end(self, aborts: bool) -> None:
         """Refuse further operations, and end the sends and receives."""
         self._shut_down = True
         unregister_group_backend(self._registered_name, self)
         self._channels.close()
+        self._device_channels.close(aborts)
         self._pool.trim()
 
     def abort(self) -> None:
         """End everything in flight on this rank, from any thread."""
-        self._end()
+        self._end(aborts=True)
         for comm in self._comms.values():
             comm.abort()
 
@@ -296,6 +306,6 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         """Wait for what is in flight, then free the communicators; ``destroy_process_group`` calls it."""
         if self._shut_down:
             return
-        self._end()
+        self._end(aborts=False)
         for comm in self._comms.values():
             comm.close()
