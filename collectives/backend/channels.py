@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -32,8 +31,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..comm.error_ranks import renumber_error
-from ..comm.waiting import first_line, format_ranks
-from ..errors import Aborted, CollectivesError, Mismatch, RemoteError, TransportError
+from ..comm.waiting import first_line
+from ..errors import Aborted, CollectivesError, Mismatch, TransportError
+from .meeting import Meeting
 from .transfers import Mailbox, Message, Transfer
 
 __all__ = ["Channels"]
@@ -160,8 +160,8 @@ class _Channel:
         except CollectivesError as error:
             self._fail(error)
             return
-        except RuntimeError as error:  # of torch's store
-            self._fail(TransportError(first_line(error)))
+        except RuntimeError as error:
+            self._fail(_store_error(error))
             return
         with self._changed:
             self._moves = _BetweenNodes(comm) if len(comm.machines) > 1 else _OnNode(comm)
@@ -230,7 +230,7 @@ class _Channel:
                 if not self._advance() and not self._wait_for_change(deadline):
                     return
             except CollectivesError as error:
-                self._fail(error)
+                self._fail(self._renumber(error))
                 return
             except BaseException:  # Ctrl-C, which has ended the communicator
                 self._fail(Aborted("the call was interrupted"))
@@ -248,9 +248,10 @@ class _Channel:
         return found
 
     def _fail(self, error: CollectivesError) -> None:
-        """End the channel and its transfers with an error of its communicator."""
+        """End the channel and its transfers with an error."""
+        error.op, error.rank = self._direction, self._own_rank
         with self._changed:
-            self._error = self._error or self._renumber(error)
+            self._error = self._error or error
             self._changed.notify_all()
         self._end_all(self._error)
 
@@ -335,7 +336,7 @@ class SendChannel(_Channel):
             try:
                 self._channels.store.set(_behind_key(*self._ends), str(number))
             except RuntimeError as error:
-                self._fail(TransportError(f"torch.distributed's store has failed: {first_line(error)}"))
+                self._fail(_store_error(error))
 
     def _end_all(self, error: BaseException) -> None:
         with self._changed:
@@ -352,7 +353,7 @@ class RecvChannel(_Channel):
         super().__init__(*args)
         self._mailbox = self._channels.mailbox
         self._message: Message | None = None  # whose header has come and whose elements have not
-        self._pause = 0.0
+        self._pause = self._look_at = 0.0
 
     def held_message(self) -> Message | None:
         """Return the message that no receive takes, if there is one."""
@@ -394,7 +395,11 @@ class RecvChannel(_Channel):
 
     def _wait_for_change(self, deadline: float | None) -> bool:
         """Wait until a receive takes the message, or it is time to look whether others are behind it."""
-        self._channels.raise_ended([self._ends[0]])
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _ENDED_S
+            if (error := self._channels.meeting.find_ended([self._ends[0]])) is not None:
+                self._fail(error)
+                return False
         with self._changed:
             if self._message.transfer is None and not self._closed:
                 left = self._pause if deadline is None else min(self._pause, deadline - time.monotonic())
@@ -410,7 +415,7 @@ class RecvChannel(_Channel):
             comes = self._error is None and (self._message is not None or self._moves.has_come())
             return comes and self._advance()
         except CollectivesError as error:
-            self._fail(error)
+            self._fail(self._renumber(error))
             return False
         finally:
             self._turn.release()
@@ -422,6 +427,10 @@ class RecvChannel(_Channel):
         self._mailbox.fail(self._ends[0], error)
 
 
+def _store_error(error: RuntimeError) -> TransportError:
+    return TransportError(f"torch.distributed's store has failed: {first_line(error)}")
+
+
 def _behind_key(source: int, destination: int) -> str:
     return f"behind/{source}/{destination}"
 
@@ -429,15 +438,14 @@ def _behind_key(source: int, destination: int) -> str:
 class Channels:
     """All channels of a process group.
 
-    `connect`: opens the communicator of a source and a destination; `has_come`: returns whether a
-    source waits for this rank to open theirs; `store`: the group's, with a prefix of this life of
-    the group; `timeout`: seconds of a transfer that somebody waits for; `exits`: how ranks of the
-    group have ended.
+    `connect`: opens the communicator of a source and a destination; `meeting`: tells who has come
+    to open one; `store`: the group's, with a prefix of this life of the group; `timeout`: seconds
+    of a transfer that somebody waits for.
     """
 
-    def __init__(self, rank: int, size: int, connect: Callable, has_come: Callable, store, timeout: float, exits):
-        self._rank, self._size, self.connect, self._has_come = rank, size, connect, has_come
-        self.store, self.timeout, self._exits = store, timeout, exits
+    def __init__(self, rank: int, size: int, connect: Callable, meeting: Meeting, store, timeout: float):
+        self._rank, self._size, self.connect, self.meeting = rank, size, connect, meeting
+        self.store, self.timeout = store, timeout
         self.mailbox = Mailbox()
         self._sends: dict[int, SendChannel] = {}
         self._receives: dict[int, RecvChannel] = {}
@@ -532,31 +540,23 @@ class Channels:
         """Receive what has come from any rank; return whether there was anything."""
         try:
             peers = [peer for peer in range(self._size) if peer != self._rank]
-            self.raise_ended(peers)
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + _ENDED_S
+                if (error := self.meeting.find_ended(peers)) is not None:
+                    error.op = "recv"
+                    self.mailbox.fail(None, error)
             moved = False
             for peer in peers:
                 source = self._source(peer)
-                if not source.begun and self._has_come(peer):
+                if not source.begun and self.meeting.has_come(peer, f"p2p/cpu/{peer}/{self._rank}"):
                     source.begin_to_open()
                 moved = source.poll() or moved
             return moved
-        except CollectivesError as error:
-            self.mailbox.fail(None, error)
-        except RuntimeError as error:  # of torch's store
-            text = f"torch.distributed's store has failed: {first_line(error)}"
-            self.mailbox.fail(None, TransportError(text, op="recv", rank=self._rank))
+        except RuntimeError as error:
+            found = error if isinstance(error, CollectivesError) else _store_error(error)
+            found.op, found.rank = "recv", self._rank
+            self.mailbox.fail(None, found)
         return False
-
-    def raise_ended(self, peers: list[int]) -> None:
-        """Raise `RemoteError` where the processes of all these ranks have ended; looks now and then."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + _ENDED_S
-        ended = list(itertools.takewhile(lambda each: each[1], ((peer, self._exits.reason(peer)) for peer in peers)))
-        if len(ended) == len(peers):
-            how = "; ".join(f"rank {peer}: {text}" for peer, text in ended[:8])
-            raise RemoteError(f"{format_ranks(peers)} will not send: {how}", op="recv", rank=self._rank, peers=peers)
 
     # ---- The end.
 

@@ -29,24 +29,37 @@ _END_S = 5.0  # how long the group's end waits for what is in flight, and for th
 
 
 class DeviceTransfer:
-    """A send or a receive that was begun before its communicator was open, with a Work's methods."""
+    """A send or a receive, with the methods of a communicator's Work.
+
+    Its errors have the group's rank numbers. Before `issue` it waits for its communicator.
+    """
 
     def __init__(self, channels: DeviceChannels, channel: _DeviceChannel, name: str, array: torch.Tensor):
         self.name = name
         self._channels, self._channel, self._array = channels, channel, array
-        self._begun = current_stream(array.device).record_event()
+        self._begun = None  # the event behind which it is issued, where that is done later
         self._work = None
         self._error: BaseException | None = None
 
-    def issue(self, comm) -> None:
-        """Issue it on the channel's communicator, behind what was on the stream of its call."""
-        stream = self._channel.stream
+    def put_off(self) -> None:
+        """Record what is on the current stream, behind which it has to be issued."""
+        self._begun = current_stream(self._array.device).record_event()
+
+    def issue(self) -> None:
+        """Issue it on the channel's communicator."""
+        channel, comm = self._channel, self._channel.comm
+        peer = 1 if self.name == "send" else 0  # the sender is rank 0
         try:
-            with torch.cuda.device(comm.device), torch.cuda.stream(stream):
-                stream.wait_event(self._begun)
-                self._work = self._channel.call(comm, self.name, self._array)
+            with torch.cuda.device(channel.device):
+                if self._begun is None:
+                    self._work = getattr(comm, self.name)(self._array, peer, async_op=True)
+                else:
+                    with torch.cuda.stream(channel.stream):
+                        channel.stream.wait_event(self._begun)
+                        self._work = getattr(comm, self.name)(self._array, peer, async_op=True)
+            channel.last = self
         except CollectivesError as error:
-            self._error = error
+            self._error = channel.renumber(error)
         self._array = None
 
     def end(self, error: BaseException) -> None:
@@ -54,7 +67,8 @@ class DeviceTransfer:
         self._error, self._array = error, None
 
     def _wait_for_issue(self, timeout: float | None) -> None:
-        self._channels.issue_all(timeout)
+        if self._work is None and self._error is None:
+            self._channels.issue_all(timeout)
         if self._error is not None:
             raise self._error
         if self._work is None:
@@ -64,7 +78,10 @@ class DeviceTransfer:
         """Block until it is issued, then wait as a communicator's Work does."""
         begun = time.monotonic()
         self._wait_for_issue(timeout)
-        return self._work.wait(None if timeout is None else max(timeout - (time.monotonic() - begun), 0.0))
+        try:
+            return self._work.wait(None if timeout is None else max(timeout - (time.monotonic() - begun), 0.0))
+        except CollectivesError as error:
+            raise self._channel.renumber(error) from error
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error; never blocks."""
@@ -73,7 +90,10 @@ class DeviceTransfer:
 
     def exception(self) -> BaseException | None:
         """Return its error, or None; never blocks."""
-        return self._error if self._work is None else self._work.exception()
+        if self._work is None:
+            return self._error
+        error = self._work.exception()
+        return self._channel.renumber(error) if isinstance(error, CollectivesError) else error
 
     def future(self, result=None) -> torch.futures.Future:
         """Return a future of `result`; blocks until it is issued."""
@@ -86,18 +106,23 @@ class _DeviceChannel:
 
     def __init__(self, own_rank: int, ends: tuple[int, int], device: torch.device):
         self._own_rank, self.ends, self.device = own_rank, ends, device
+        self.name = "send" if own_rank == ends[0] else "recv"
         self._peer = ends[1] if own_rank == ends[0] else ends[0]
         self.stream = new_comm_stream(device)
         self.comm = None
         self.error: BaseException | None = None
         self.begun: deque[DeviceTransfer] = deque()  # and not yet issued
         self.thread: threading.Thread | None = None
-        self.last = None  # the Work that was issued last
+        self.last: DeviceTransfer | None = None  # that was issued
 
-    def call(self, comm, name: str, array):
-        """Issue an operation; return its Work. The sender is the communicator's rank 0."""
-        self.last = getattr(comm, name)(array, 1 if name == "send" else 0, async_op=True)
-        return self.last
+    def renumber(self, error: CollectivesError) -> CollectivesError:
+        """Return an error of the communicator with the group's rank numbers, and with the other rank."""
+        found = renumber_error(error, self.ends, op=self.name, rank=self._own_rank)
+        if not found.peers:
+            found = found.with_addition(f" ({'to' if self.name == 'send' else 'from'} rank {self._peer})")
+            found.peers = (self._peer,)
+        found.__cause__ = error
+        return found
 
     def timeout_error(self, name: str, seconds: float) -> CollectiveTimeout:
         """Return the error of a wait for an operation that was not issued."""
@@ -134,11 +159,13 @@ class DeviceChannels:
                 channel = self._channels[key] = self._open(ends, device, name)
             if channel.error is not None:
                 raise channel.error
-            if channel.comm is not None and not channel.begun:
-                return channel.call(channel.comm, name, array)
             transfer = DeviceTransfer(self, channel, name, array)
-            channel.begun.append(transfer)
-            self.unissued += 1
+            if channel.comm is not None and not channel.begun:
+                transfer.issue()
+            else:
+                transfer.put_off()
+                channel.begun.append(transfer)
+                self.unissued += 1
             return transfer
 
     def _open(self, ends, device: torch.device, name: str) -> _DeviceChannel:
@@ -159,11 +186,11 @@ class DeviceChannels:
             with torch.cuda.stream(channel.stream):  # not the program's, which may wait for what is begun here
                 comm = self._connect(*channel.ends, channel.device)
         except CollectivesError as found:
-            name = "send" if self._rank == channel.ends[0] else "recv"
-            error = renumber_error(found, channel.ends, op=name, rank=self._rank)
-            error.__cause__ = found
+            error = found
         except RuntimeError as found:  # of torch's store
-            error = TransportError(first_line(found), rank=self._rank)
+            error = TransportError(first_line(found))
+        if error is not None:
+            error.op, error.rank = channel.name, self._rank
         with self._changed:
             channel.comm, channel.error = comm, channel.error or error
             closed = self._closed
@@ -183,7 +210,7 @@ class DeviceChannels:
                     transfer = channel.begun.popleft()
                     self.unissued -= 1
                     if channel.error is None:
-                        transfer.issue(channel.comm)
+                        transfer.issue()
                     else:
                         transfer.end(channel.error)
 
@@ -216,18 +243,20 @@ class DeviceChannels:
             self.issue_opened()
             self._changed.notify_all()
         deadline = time.monotonic() + _END_S
-        for channel in channels:
-            if channel.comm is not None:
-                _end(channel, aborts, deadline)
+        opened = [channel for channel in channels if channel.comm is not None]
+        closed = [channel for channel in opened if not aborts and _has_ended(channel, deadline)]
+        for channel in opened:
+            if channel not in closed:
+                channel.comm.abort()
+        for channel in closed:  # last, since it waits for the device
+            channel.comm.close()
         for channel in channels:
             channel.thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def _end(channel: _DeviceChannel, aborts: bool, deadline: float) -> None:
-    """Close a channel's communicator, or abort it where what is in flight doesn't end."""
+def _has_ended(channel: _DeviceChannel, deadline: float) -> bool:
+    """Wait for what is in flight on a channel; return whether it has ended, and with no error."""
     try:
-        if not aborts and channel.last is not None:
-            channel.last.wait(max(deadline - time.monotonic(), 0.001))
-    except CollectivesError:  # its Work has the error
-        aborts = True
-    channel.comm.abort() if aborts else channel.comm.close()
+        return channel.last is None or channel.last.wait(max(deadline - time.monotonic(), 0.001))
+    except CollectivesError:  # the caller's Work has it
+        return False

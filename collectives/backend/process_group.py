@@ -10,7 +10,6 @@ a receive from any source has no source.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -18,16 +17,18 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.config import CommConfig
+from ..comm.error_ranks import renumber_error
 from ..comm.liveness import RankExits, publish_process
 from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
-from ..errors import Aborted, InvalidArgument, InvalidUsage
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
 from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
 from .channels import Channels
 from .data_ops import DataOps
 from .device_channels import DeviceChannels
+from .meeting import Meeting
 from .options import parse_options
 from .p2p_ops import PointToPointOps
 from .reduction_ops import ReductionOps
@@ -37,20 +38,6 @@ from .work import BackendWork
 __all__ = ["CollectivesGroup"]
 
 _CPU = torch.device("cpu")
-_CONNECT_S = 30 * 86400.0  # a receive may be begun long before its send, and only a wait for it has a limit
-
-
-class _ExitsUntilEnd(RankExits):
-    """How ranks of a process group have ended; asking raises `Aborted` once `is_over()`."""
-
-    def __init__(self, store, ranks, is_over: Callable[[], bool]):
-        super().__init__(store, ranks)
-        self._is_over = is_over
-
-    def reason(self, rank: int) -> str:
-        if self._is_over():
-            raise Aborted("the process group was destroyed")
-        return super().reason(rank)
 
 
 @untraced
@@ -92,9 +79,8 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         # A store may outlive a group: the keys of its sends and receives are of one life of the group.
         life = store.add(f"collectives/lives/{rank}", 1)
         self._life_store = dist.PrefixStore(f"life/{life}", store)
-        self._channels = Channels(
-            rank, size, self._connect, self._has_come, self._life_store, self._timeout, RankExits(store, range(size))
-        )
+        self._meeting = Meeting(self._life_store, rank, RankExits(store, range(size)))
+        self._channels = Channels(rank, size, self._connect, self._meeting, self._life_store, self._timeout)
 
     # ---- Communicators.
 
@@ -132,19 +118,19 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
     def _connect(self, source: int, destination: int, device: torch.device = _CPU) -> Communicator:
         """Open the communicator of a channel: the source is its rank 0, the destination rank 1.
 
-        Blocks until the other one does so too, or the group's end. Its errors have these numbers,
-        which the channel turns into the group's.
+        Blocks until the other one does so too, or the group's end.
         """
-        ranks = (source, destination)
+        ranks, name = (source, destination), f"p2p/{device.type}/{source}/{destination}"
         publish_process(self._store, self._rank)
-        return open_over_store(
-            self._life_store, f"p2p/{device.type}/{source}/{destination}", ranks.index(self._rank), 2, device,
-            _CONNECT_S, f"to send from rank 0 to rank 1 of process group {self._name!r}",
-            _ExitsUntilEnd(self._store, ranks, lambda: self._shut_down), self._config, agrees=False,
-        )  # fmt: skip
-
-    def _has_come(self, source: int) -> bool:
-        return self._life_store.check([f"collectives/p2p/cpu/{source}/{self._rank}/opened/0"])
+        self._meeting.wait(destination if source == self._rank else source, name)
+        try:
+            return open_over_store(
+                self._life_store, name, ranks.index(self._rank), 2, device, self._timeout,
+                f"to send from rank 0 to rank 1 of process group {self._name!r}", RankExits(self._store, ranks),
+                self._config, agrees=False,
+            )  # fmt: skip
+        except CollectivesError as error:
+            raise renumber_error(error, ranks, op="init", rank=self._rank) from error
 
     def forget(self, comm: Communicator) -> None:
         """Drop a communicator that has failed: the next use opens another one on all ranks."""
@@ -291,6 +277,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
     def _end(self, aborts: bool) -> None:
         """Refuse further operations, and end the sends and receives."""
         self._shut_down = True
+        self._meeting.end()
         unregister_group_backend(self._registered_name, self)
         self._channels.close()
         self._device_channels.close(aborts)
