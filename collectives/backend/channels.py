@@ -32,7 +32,7 @@ import torch
 
 from ..comm.error_ranks import renumber_error
 from ..comm.waiting import first_line
-from ..errors import Aborted, CollectivesError, Mismatch, TransportError
+from ..errors import Aborted, CollectivesError, CollectiveTimeout, Mismatch, TransportError
 from .meeting import Meeting
 from .transfers import Mailbox, Message, Transfer
 
@@ -65,9 +65,12 @@ class _OnNode:
         """Return whether the next message has come; never blocks."""
         return self._comm._native.probe(0)
 
-    def read_header(self) -> tuple[int, int, int, int]:
-        """Return the header of the next message; blocks until it has come."""
-        return self._comm._native.peek(0)
+    def read_header(self) -> tuple[int, int, int, int] | None:
+        """Return the header of the next message; blocks until it has come, None past the time limit."""
+        try:
+            return self._comm._native.peek(0)
+        except CollectiveTimeout:
+            return None
 
     def recv(self, array: torch.Tensor) -> None:
         """Receive the elements of the message whose header was read last."""
@@ -237,6 +240,7 @@ class _Channel:
                 raise
 
     def _wait_for_change(self, deadline: float | None) -> bool:
+        """Wait until another step may do something; False where the time is over."""
         raise NotImplementedError
 
     # ---- The end.
@@ -369,7 +373,10 @@ class RecvChannel(_Channel):
     def _advance(self) -> bool:
         message = self._message
         if message is None:
-            number, tag, count, kind = self._moves.read_header()
+            header = self._moves.read_header()
+            if header is None:
+                return False
+            number, tag, count, kind = header
             message = Message(self._ends[0], number, tag, count, _DTYPES[kind >> 1], bool(kind & 1))
             self._mailbox.match(message)
             self._message, self._pause = message, _HELD_S[0]
@@ -395,6 +402,8 @@ class RecvChannel(_Channel):
 
     def _wait_for_change(self, deadline: float | None) -> bool:
         """Wait until a receive takes the message, or it is time to look whether others are behind it."""
+        if self._message is None:  # past the time limit
+            return False
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _ENDED_S
             if (error := self._channels.meeting.find_ended([self._ends[0]])) is not None:

@@ -195,6 +195,31 @@ def test_a_receive_from_any_rank_sees_no_sender_of_a_former_life(tmp_path):
     assert run_ranks(twice, 2, tmp_path / "store") == [2, 0]
 
 
+@over("collectives")
+def late(ctx):
+    """A receive past the group's time limit stays in flight, and gets its message later."""
+    got = torch.zeros(1)
+    dist.send(got, 1) if ctx.rank == 0 else dist.recv(got, 0)  # the channel is open
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    if ctx.rank == 1:
+        work = dist.irecv(got, 0, tag=1)
+        for call in (work.wait, lambda: dist.recv(torch.zeros(1), 0, tag=2)):
+            with pytest.raises(CollectiveTimeout, match="from rank 0 to rank 1") as caught:
+                call()
+            assert (caught.value.op, caught.value.rank, caught.value.peers) == ("recv", 1, (0,))
+    dist.group.WORLD.set_timeout(timedelta(seconds=60))
+    dist.barrier()
+    if ctx.rank == 0:
+        dist.send(torch.full((1,), 3.0), 1, tag=1)
+    else:
+        work.wait()
+    return got.item()
+
+
+def test_a_receive_past_the_time_limit_stays_in_flight(tmp_path):
+    assert run_ranks(late, 2, tmp_path / "store") == [0, 3]
+
+
 def killed(ctx, path):
     """Rank 1 ends: with a message of it that no receive takes, and before it has come at all."""
     dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
