@@ -32,7 +32,7 @@ import torch
 
 from ..comm.error_ranks import renumber_error
 from ..comm.waiting import first_line
-from ..errors import Aborted, CollectivesError, CollectiveTimeout, Mismatch, TransportError
+from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, Mismatch, TransportError
 from .meeting import Meeting
 from .transfers import Mailbox, Message, Transfer
 
@@ -44,6 +44,7 @@ _DTYPE_INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 _PROBE_S = (0.00005, 0.002)  # first and longest pause of a receive from any source
 _HELD_S = (0.001, 0.05)  # first and longest pause of a look whether a message that nobody takes has others behind it
 _BEHIND_S = 0.005  # how long a message is in flight before its receiver is told that others have come behind it
+_COME_S = 0.01  # between looks whether a rank has come to send for the first time
 _ENDED_S = 0.5  # between looks whether the other ranks' processes have ended
 _JOIN_S = 5.0  # how long the group's end waits for threads
 
@@ -235,6 +236,9 @@ class _Channel:
             except CollectivesError as error:
                 self._fail(self._renumber(error))
                 return
+            except RuntimeError as error:
+                self._fail(_store_error(error))
+                return
             except BaseException:  # Ctrl-C, which has ended the communicator
                 self._fail(Aborted("the call was interrupted"))
                 raise
@@ -314,14 +318,14 @@ class SendChannel(_Channel):
     def _advance(self) -> bool:
         with self._changed:
             transfer, others = self._queue[0] if self._queue else None, len(self._queue) > 1
-        array = None if transfer is None else transfer.array
-        if array is None:  # the channel was ended just now
-            return True
-        self._count += 1
+            array = None if transfer is None else transfer.array
+            if array is None:  # the channel was ended just now
+                return True
+            self._count += 1
+            self._in_flight = self._count
+            if others:
+                self._told = self._count
         header = self._count, transfer.tag, array.numel(), 2 * _DTYPE_INDEX[array.dtype] + others
-        if others:
-            self._told = self._count
-        self._in_flight = self._count
         error = None
         try:
             self._moves.send(header, array)
@@ -341,6 +345,15 @@ class SendChannel(_Channel):
                 self._channels.store.set(_behind_key(*self._ends), str(number))
             except RuntimeError as error:
                 self._fail(_store_error(error))
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take a send back that has not begun; return whether it was so."""
+        with self._changed:
+            first = bool(self._queue) and self._queue[0] is transfer
+            if transfer not in self._queue or (first and self._in_flight):
+                return False
+            self._queue.remove(transfer)
+            return True
 
     def _end_all(self, error: BaseException) -> None:
         with self._changed:
@@ -464,7 +477,7 @@ class Channels:
         self._poller: threading.Thread | None = None
         self._polls = threading.Event()
         self._to_tell: list[tuple[float, SendChannel, int]] = []
-        self._look_at = 0.0  # when to look next whether ranks have ended
+        self._look_at = self._look_for_new_at = 0.0  # when to look next whether ranks have ended, or have come
         self._end_error: Aborted | None = None
         _open.add(self)
 
@@ -479,27 +492,40 @@ class Channels:
 
     def send(self, array: torch.Tensor, peer: int, tag: int) -> Transfer:
         """Begin to send an array to a rank."""
+        self._check_open("send")
         transfer = Transfer("send", array, self._rank, peer, tag, self.timeout)
         channel = self._sends.get(peer) or self._channel(self._sends, SendChannel, peer, (self._rank, peer))
-        channel.submit(transfer, not getattr(self._thread_state, "waits", False))
+        if waits := self._waits_at_once():
+            transfer.withdraw = channel.withdraw
+        channel.submit(transfer, not waits)
         return transfer
 
     def recv(self, array: torch.Tensor, peer: int | None, tag: int) -> Transfer:
         """Begin to receive an array from a rank; None: from any."""
+        self._check_open("recv")
         transfer = Transfer("recv", array, peer, self._rank, tag, self.timeout)
         channel = transfer.channel = None if peer is None else self._source(peer)
+        if waits := self._waits_at_once():
+            transfer.withdraw = self.mailbox.withdraw
         message = self.mailbox.post(transfer)
         error = self._end_error if channel is None else channel.error
         if message is not None:
-            if not transfer.is_completed():
+            if not transfer.is_completed() and (channel is None or not waits):
                 self._source(message.source).wake()
         elif error is not None:
             self.mailbox.fail(peer, error)
         elif channel is None:
             self._start_poller()
-        elif not getattr(self._thread_state, "waits", False):
+        elif not waits:
             channel.wake()
         return transfer
+
+    def _waits_at_once(self) -> bool:
+        return getattr(self._thread_state, "waits", False)
+
+    def _check_open(self, name: str) -> None:
+        if self.closed:
+            raise InvalidUsage("the process group was destroyed", op=name, rank=self._rank)
 
     def _source(self, peer: int) -> RecvChannel:
         return self._receives.get(peer) or self._channel(self._receives, RecvChannel, peer, (peer, self._rank))
@@ -555,11 +581,14 @@ class Channels:
                     error.op = "recv"
                     self.mailbox.fail(None, error)
             moved = False
+            looks = time.monotonic() >= self._look_for_new_at
             for peer in peers:
                 source = self._source(peer)
-                if not source.begun and self.meeting.has_come(peer, f"p2p/cpu/{peer}/{self._rank}"):
+                if looks and not source.begun and self.meeting.has_come(peer, f"p2p/cpu/{peer}/{self._rank}"):
                     source.begin_to_open()
                 moved = source.poll() or moved
+            if looks:
+                self._look_for_new_at = time.monotonic() + _COME_S
             return moved
         except RuntimeError as error:
             found = error if isinstance(error, CollectivesError) else _store_error(error)

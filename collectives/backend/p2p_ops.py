@@ -48,6 +48,8 @@ class PointToPointOps(Launching):
                 op=name, rank=self._rank,
             )  # fmt: skip
         if data.device.type == "cpu":
+            if not -(2**63) <= tag < 2**63:
+                raise InvalidArgument(f"the tag {tag} has more than 64 bits", op=name, rank=self._rank)
             comm = self.communicator(data.device)
             comm._reader.read(data, name, writes=name == "recv")  # refuses what can't be sent, here and not later
             return getattr(self._channels, name)(data, peer, tag)

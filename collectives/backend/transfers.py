@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -20,13 +21,15 @@ class Transfer:
 
     `source`, `destination`: ranks of the group, of which this one is one; `source` is None for a
     receive from any rank until a message has come. `channel`: what moves it; None for a receive
-    from any rank. `limit`: seconds that a `wait` without a time of its own takes at most.
+    from any rank. `limit`: seconds that a `wait` without a time of its own takes at most. `withdraw`:
+    a function that takes it back past that time, of one that nobody can wait for again, or None.
     """
 
     def __init__(self, name: str, array: torch.Tensor, source: int | None, destination: int, tag: int, limit: float):
         self.name, self.array, self.tag, self.number = name, array, tag, 0
         self.source, self.destination = source, destination
         self.channel = None
+        self.withdraw: Callable[[Transfer], bool] | None = None
         self._limit = limit
         self._nbytes = array.nbytes
         self._ended = False
@@ -64,7 +67,10 @@ class Transfer:
             if self.channel is not None:
                 self.channel.run_until(self, deadline) if timeout is None else self.channel.wake()
             if not self._running.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-                raise self._timeout_error(self._limit if timeout is None else timeout)
+                error = self._timeout_error(self._limit if timeout is None else timeout)
+                if self.withdraw is not None and self.withdraw(self):
+                    self.end(error)
+                raise error
             self._running.release()  # for the next one that waits
         if self._error is not None:
             raise self._error
@@ -78,7 +84,8 @@ class Transfer:
         instead = f"; the next message of rank {peer} has tag {held.tag}" if held is not None else ""
         return CollectiveTimeout(
             f"not done after the timeout of {seconds:g} s ({self._nbytes} bytes from {source} to rank "
-            f"{self.destination}, tag {self.tag}){instead}; it stays in flight and can be waited for again",
+            f"{self.destination}, tag {self.tag}){instead}"
+            + ("" if self.withdraw is not None else "; it stays in flight and can be waited for again"),
             op=self.name, rank=self.destination if receives else self.source,
             peers=() if peer is None else (peer,), nbytes=self._nbytes,
         )  # fmt: skip
@@ -198,6 +205,19 @@ class Mailbox:
     def waits_for(self, source: int | None) -> bool:
         """Return whether a receive from a rank, or from any (None), is posted and has no message."""
         return bool(self._waiting.get(source))
+
+    def withdraw(self, transfer: Transfer) -> bool:
+        """Take a receive back that has no message; return whether it was so."""
+        with self._lock:
+            for source in {transfer.source, None}:
+                key = source, transfer.tag
+                if transfer in self._posted.get(key, ()):
+                    self._posted[key].remove(transfer)
+                    if not self._posted[key]:
+                        del self._posted[key]
+                    self._waiting[source] -= 1
+                    return True
+        return False
 
     def fail(self, source: int | None, error: BaseException) -> None:
         """End the receives from a rank, or from any (None), that have no message."""
