@@ -167,6 +167,8 @@ cdef extern from "_nccl_table.h" nogil:
             info) noexcept nogil
         ncclResult_t (*collHostCommPending)(ncclComm_t comm, collHostErrorInfo_t* info) noexcept nogil
         ncclResult_t (*collHostCommProbe)(ncclComm_t comm, int peer, int* waiting) noexcept nogil
+        ncclResult_t (*collHostSetHeader)(const int64_t* header) noexcept nogil
+        ncclResult_t (*collHostCommPeek)(ncclComm_t comm, int peer, int64_t* header) noexcept nogil
         ncclResult_t (*collHostCommSetTimeout)(ncclComm_t comm, int64_t timeout_ms) noexcept nogil
         ncclResult_t (*collHostCommSetStep)(ncclComm_t comm, uint64_t step) noexcept nogil
         ncclResult_t (*collHostSetInitTimeout)(int64_t timeout_ms) noexcept nogil

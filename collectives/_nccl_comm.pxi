@@ -619,6 +619,26 @@ cdef class Comm:
         self.leave(code, "collHostCommProbe")
         return waiting != 0
 
+    def set_header(self, int64_t a, int64_t b, int64_t c, int64_t d):
+        """Set the numbers that go with this thread's next send, for `peek`. C: ``collHostSetHeader``."""
+        cdef int64_t[4] header
+        header[0], header[1], header[2], header[3] = a, b, c, d
+        self.library.need(<void*> self.api.collHostSetHeader, "collHostSetHeader")
+        self.api.collHostSetHeader(header)
+
+    def peek(self, int peer):
+        """Wait until a rank has begun a send that this rank has not begun to receive; return its header.
+
+        C: ``collHostCommPeek``.
+        """
+        cdef int64_t[4] header
+        cdef ncclResult_t code
+        cdef ncclComm_t comm = self.enter(<void*> self.api.collHostCommPeek, "collHostCommPeek")
+        with nogil:
+            code = self.api.collHostCommPeek(comm, peer, header)
+        self.leave(code, "collHostCommPeek")
+        return header[0], header[1], header[2], header[3]
+
     def pending(self):
         """Return an ErrorInfo of the operation in progress, None if there is none.
 

@@ -62,6 +62,8 @@
   F(collHostQueueGetError, 0) \
   F(collHostCommPending, 0) \
   F(collHostCommProbe, 0) \
+  F(collHostSetHeader, 0) \
+  F(collHostCommPeek, 0) \
   F(collHostCommSetTimeout, 0) \
   F(collHostCommSetStep, 0) \
   F(collHostSetInitTimeout, 0) \

@@ -67,6 +67,7 @@ struct NextCall {
   const char* op_label = nullptr;
   const char* type_label = nullptr;
   collFlightRecord_t* flight = nullptr;
+  int64_t header[collHostHeaderWords] = {};
 };
 thread_local NextCall t_next;
 
@@ -120,6 +121,7 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.step = c->step.load(std::memory_order_relaxed);
     o.op_label = set.op_label;
     o.type_label = set.type_label;
+    memcpy(o.header, set.header, sizeof o.header);
     o.flight = set.flight;
     o.flight_number = set.flight ? set.flight->number : 0;
     if (root < 0 || root >= c->size)
@@ -241,6 +243,11 @@ ncclResult_t ncclGroupEnd(void) {
 }
 ncclResult_t collHostFlightRecord(collFlightRecord_t* record) {
   t_next.flight = record;
+  return ncclSuccess;
+}
+
+ncclResult_t collHostSetHeader(const int64_t header[collHostHeaderWords]) {
+  memcpy(t_next.header, header, sizeof t_next.header);
   return ncclSuccess;
 }
 

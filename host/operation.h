@@ -48,6 +48,7 @@ struct Op {
   uint64_t step = 0;                 // of collHostCommSetStep
   const char* op_label = nullptr;    // interned; the labels of the last
   const char* type_label = nullptr;  // collHostLabel
+  int64_t header[collHostHeaderWords] = {};  // of a send: collHostSetHeader
   collFlightRecord_t* flight = nullptr;  // where its start and its end are recorded, as this number
   uint64_t flight_number = 0;
   void record_start() const { if (flight) collFlightStart(flight, flight_number); }

@@ -1,10 +1,14 @@
 // Exported functions that query or set something.
+#include <string.h>
+
 #include <new>
 
 #include "bootstrap.h"
 #include "comm.h"
 #include "heap.h"
 #include "memory.h"
+#include "order.h"
+#include "progress.h"
 #include "system.h"
 
 using namespace coll;
@@ -177,6 +181,42 @@ ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting) {
     const Channel* channel = c->segment->channel(peer, c->rank);
     // Pages of a channel that nobody has claimed read as zeros: the segment's file has its full size.
     *waiting = channel->sender.transfer.load(std::memory_order_acquire) > channel->receiver.transfer.load(std::memory_order_acquire);
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t collHostCommPeek(ncclComm_t comm, int peer, int64_t header[collHostHeaderWords]) {
+  return guarded("collHostCommPeek", [&] {
+    const char* op = "collHostCommPeek";
+    ncclComm* c = checked(comm, op);
+    if (!c) return last_error().code;
+    if (!header) return raise(collHostErrorArgument, op, "header is NULL");
+    if (peer < 0 || peer >= c->size || peer == c->rank)
+      return raise(collHostErrorArgument, op, format("rank %d of %d, and this one is %d", peer, c->size, c->rank));
+    const Channel* channel = c->segment->channel(peer, c->rank);
+    auto next = [&] { return channel->receiver.transfer.load(std::memory_order_acquire) + 1; };
+    auto has_begun = [&] { return channel->sender.transfer.load(std::memory_order_acquire) >= next(); };
+    if (!has_begun()) {
+      uint64_t ticket;
+      {
+        std::lock_guard<std::mutex> hold(order_lock());
+        ticket = take_ticket(c);
+      }
+      Error error = in_turn(c, ticket, [&] {
+        if (c->is_broken) return c->why_broken();
+        c->current_bytes.store(0, std::memory_order_relaxed);
+        c->current_goal.store(0, std::memory_order_relaxed);
+        c->current_peer.store(peer, std::memory_order_relaxed);
+        c->current_op.store("ncclRecv", std::memory_order_release);
+        return wait_until(*c, false, [&](int r) { return r == peer && !has_begun(); });
+      });
+      if (error) {
+        error.op = "ncclRecv";
+        error.rank = c->rank;
+        return raise(error);
+      }
+    }
+    memcpy(header, channel->sender.record[next() & 1].header, sizeof(int64_t) * collHostHeaderWords);
     return ncclSuccess;
   });
 }

@@ -109,8 +109,13 @@ struct Channel {
     alignas(kLine) std::atomic<uint64_t> transfer;  // the newest transfer that this side has announced
     std::atomic<uint64_t> chunks;  // written by the sender, or taken by the receiver, since the beginning
     uint64_t key[2];               // stands for count and datatype
-    // Count and datatype in full; read only when the keys of both sides differ.
-    alignas(kLine) struct Record { uint64_t count; int32_t datatype; char type_label[24]; } record[2];
+    // Count and datatype in full, read only when the keys of both sides differ.
+    alignas(kLine) struct Record {
+      uint64_t count;
+      int32_t datatype;
+      char type_label[24];
+      int64_t header[collHostHeaderWords];  // the sender's, for collHostCommPeek
+    } record[2];
   };
   Side sender;
   Side receiver;

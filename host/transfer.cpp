@@ -57,6 +57,7 @@ void Transfer::begin() {
   record.datatype = op.type;
   if (record.type_label[0]) memset(record.type_label, 0, sizeof record.type_label);
   if (op.type_label) snprintf(record.type_label, sizeof record.type_label, "%s", op.type_label);
+  if (sends()) memcpy(record.header, op.header, sizeof record.header);
   uint64_t key = transfer_key(op, record);
   if (sends()) move_chunks();
   // Last, and at once: a peer that waits takes this line away with each look at it.
@@ -94,13 +95,14 @@ bool Transfer::advance() {
   return move_chunks() || checks;
 }
 
-// Before the announcements are compared only a sender moves anything, its first chunk.
+// Before the announcements are compared only a sender moves anything: its first chunk, and after its
+// own announcement one more in each call, as long as there are slots.
 bool Transfer::move_chunks() {
   ncclComm& c = *op.comm;
   Channel::Side &own = own_side(), &other = other_side();
   size_t size = c.segment->header()->channel_chunk_bytes;
   bool moved_any = false;
-  for (uint64_t most = checked ? chunks : std::min<uint64_t>(chunks, 1); moved < most; moved_any = true) {
+  for (uint64_t most = checked ? chunks : std::min(chunks, moved + 1); moved < most; moved_any = true) {
     uint64_t chunk = first_chunk + moved, there = other.chunks.load(std::memory_order_acquire);
     if (sends() ? chunk - there >= kChannelSlots : there <= chunk) break;
     size_t offset = moved * size, nbytes = std::min(size, op.bytes() - offset);

@@ -17,15 +17,18 @@ import torch.distributed as dist
 
 from ..comm.communicator import Communicator
 from ..comm.config import CommConfig
+from ..comm.error_ranks import renumber_error
 from ..comm.liveness import RankExits, publish_process
 from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
-from ..errors import InvalidArgument, InvalidUsage
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
 from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
 from .channels import Channels
 from .data_ops import DataOps
+from .device_channels import DeviceChannels
+from .meeting import Meeting
 from .options import parse_options
 from .p2p_ops import PointToPointOps
 from .reduction_ops import ReductionOps
@@ -68,20 +71,28 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._coalescing = contextlib.ExitStack()
         self._split_count = 0
         self._shut_down = False
-        self._channels = Channels(rank, size, self._connect, self._waiting_senders)
         self._registered_name = name
+        self._device_channels = DeviceChannels(rank, self._connect, self._timeout)
         register_group_backend(name, self)
         if "cpu" in devices:
             self.communicator(_CPU)
+        # A store may outlive a group: the keys of its sends and receives are of one life of the group.
+        life = store.add(f"collectives/lives/{rank}", 1)
+        self._life_store = dist.PrefixStore(f"life/{life}", store)
+        self._meeting = Meeting(self._life_store, rank, RankExits(store, range(size)))
+        self._channels = Channels(rank, size, self._connect, self._meeting, self._life_store, self._timeout)
 
     # ---- Communicators.
 
     def communicator(self, device: torch.device) -> Communicator:
         """Return the group's communicator of a device, which the first call opens on all ranks."""
+        if self._device_channels.unissued:
+            self._device_channels.issue_opened()
         comm = self._comms.get(device)
         return self._open(device) if comm is None else comm
 
-    def _open(self, device: torch.device) -> Communicator:
+    def _check_device(self, device: torch.device) -> None:
+        """Raise an error where the group does not serve a device, or was destroyed."""
         if device.type not in self._device_names:
             raise InvalidArgument(
                 f"the group {self._name!r} has no communicator for {device}: it was created for "
@@ -90,6 +101,9 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             )  # fmt: skip
         if self._shut_down:
             raise InvalidUsage(f"the process group {self._name!r} was destroyed", rank=self._rank)
+
+    def _open(self, device: torch.device) -> Communicator:
+        self._check_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if device not in self._comms:
@@ -101,20 +115,22 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             )  # fmt: skip
         return self._comms[device]
 
-    def _connect(self, source: int, destination: int, tag: int) -> Communicator:
+    def _connect(self, source: int, destination: int, device: torch.device = _CPU) -> Communicator:
         """Open the communicator of a channel: the source is its rank 0, the destination rank 1.
 
-        Its errors have these numbers, which the channel turns into the group's.
+        Blocks until the other one does so too, or the group's end.
         """
-        ranks = (source, destination)
-        return open_over_store(
-            self._store, f"p2p/{source}/{destination}/{tag}", ranks.index(self._rank), 2, _CPU, self._timeout,
-            f"to send from rank 0 to rank 1 of process group {self._name!r} with tag {tag}",
-            RankExits(self._store, ranks),
-        )  # fmt: skip
-
-    def _waiting_senders(self, peers: list[int], tag: int) -> list[int]:
-        return [peer for peer in peers if self._store.check([f"collectives/p2p/{peer}/{self._rank}/{tag}/opened/0"])]
+        ranks, name = (source, destination), f"p2p/{device.type}/{source}/{destination}"
+        publish_process(self._store, self._rank)
+        self._meeting.wait(destination if source == self._rank else source, name)
+        try:
+            return open_over_store(
+                self._life_store, name, ranks.index(self._rank), 2, device, self._timeout,
+                f"to send from rank 0 to rank 1 of process group {self._name!r}", RankExits(self._store, ranks),
+                self._config, agrees=False,
+            )  # fmt: skip
+        except CollectivesError as error:
+            raise renumber_error(error, ranks, op="init", rank=self._rank) from error
 
     def forget(self, comm: Communicator) -> None:
         """Drop a communicator that has failed: the next use opens another one on all ranks."""
@@ -167,6 +183,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         """Set the limit of the operations from now on."""
         self._timeout = timeout.total_seconds()
         self._options._timeout = timeout
+        self._channels.timeout = self._device_channels.timeout = self._timeout
         for comm in self._comms.values():
             comm.timeout = self._timeout
 
@@ -257,16 +274,18 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
 
     # ---- The end.
 
-    def _end(self) -> None:
+    def _end(self, aborts: bool) -> None:
         """Refuse further operations, and end the sends and receives."""
         self._shut_down = True
+        self._meeting.end()
         unregister_group_backend(self._registered_name, self)
         self._channels.close()
+        self._device_channels.close(aborts)
         self._pool.trim()
 
     def abort(self) -> None:
         """End everything in flight on this rank, from any thread."""
-        self._end()
+        self._end(aborts=True)
         for comm in self._comms.values():
             comm.abort()
 
@@ -274,6 +293,6 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         """Wait for what is in flight, then free the communicators; ``destroy_process_group`` calls it."""
         if self._shut_down:
             return
-        self._end()
+        self._end(aborts=False)
         for comm in self._comms.values():
             comm.close()

@@ -66,6 +66,8 @@ class Communicator(CommMemory):
     `deterministic`: these reduce in rank order, so that the bits depend on the arrays alone: by
     native or direct on the host, by direct on NCCL; the same on all ranks; children inherit it.
     `config`: a `CommConfig` or a dict of its fields, which children inherit; the same on all ranks.
+    `agrees`: False opens it without the collective by which the ranks compare their settings, for
+    sends and receives alone.
     """
 
     engine: Engine
@@ -89,13 +91,14 @@ class Communicator(CommMemory):
     def __init__(
         self, engine: Engine, unique_id: bytes, rank: int, size: int, *,
         device, local_rank: int = 0, local_size: int | None = None, timeout: float | None = 1800.0, peers=None,
-        deterministic: bool = False, config: CommConfig | dict | None = None, native=None,
+        deterministic: bool = False, config: CommConfig | dict | None = None, native=None, agrees: bool = True,
     ):  # fmt: skip
         config = parse_config(config)
         native, device = opening.open_native(engine, unique_id, rank, size, device, config, native)
         self._initialize(native, engine, device, local_rank, local_size, timeout, bool(deterministic), config, peers)
         flight_recorder.attach(self, sha256(unique_id).hexdigest()[:12])
-        opening.agree(self)
+        if agrees:
+            opening.agree(self)
 
     def _initialize(
         self, native, engine, device, local_rank, local_size, timeout, deterministic, config, peers=None, chunk=0

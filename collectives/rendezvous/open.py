@@ -22,12 +22,12 @@ def remaining_seconds(deadline: float, timeout: float) -> float:
 
 def open_communicator(
     rendezvous: Rendezvous, engine: Engine, *, device, seconds: float, timeout: float | None = 1800.0,
-    deterministic: bool = False, config=None,
+    deterministic: bool = False, config=None, agrees: bool = True,
 ) -> Communicator:  # fmt: skip
     """Open the communicator of a rendezvous' ranks. A collective, which blocks.
 
     ``seconds``: limit for all ranks to come, and from now on of the engine's inits; ``device``,
-    ``timeout``, ``deterministic``, ``config``: as `Communicator` takes them.
+    ``timeout``, ``deterministic``, ``config``, ``agrees``: as `Communicator` takes them.
     """
     native = None
     if engine.library.is_host:
@@ -37,7 +37,7 @@ def open_communicator(
     comm = Communicator(
         engine, rendezvous.unique_id, rendezvous.rank, rendezvous.size, device=device,
         local_rank=rendezvous.local_rank, local_size=rendezvous.local_size, timeout=timeout, peers=rendezvous.peers,
-        deterministic=deterministic, config=config, native=native,
+        deterministic=deterministic, config=config, native=native, agrees=agrees,
     )  # fmt: skip
     if engine.name == "nccl" and rendezvous.store is not None:
         watch(comm, StatusStore(rendezvous.store, f"watch/{rendezvous.name}"))

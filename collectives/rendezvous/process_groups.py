@@ -116,13 +116,14 @@ def get_communicator(group, device: torch.device) -> Communicator:
 
 def open_over_store(
     store, name: str, rank: int, size: int, device: torch.device, timeout: float, purpose: str, exits: RankExits,
-    config: CommConfig | None = None,
+    config: CommConfig | None = None, agrees: bool = True,
 ) -> Communicator:  # fmt: skip
     """Open a communicator of ranks that share a torch store; blocks until all have come.
 
     `name`: of the communicator in the store, the same on all ranks, and used again for the next one
     there; `timeout`: seconds, also the communicator's; `purpose`, `exits`: as in `join_over_store`;
-    `config`: the communicator's, the same on all ranks, else `InvalidUsage`.
+    `config`: the communicator's, the same on all ranks, else `InvalidUsage`; `agrees`: as
+    `Communicator` takes it.
     Raises as `get_communicator`.
     """
     engine = get_engine(None, device.type)
@@ -144,8 +145,8 @@ def open_over_store(
     )  # fmt: skip
     return open_communicator(
         rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout,
-        config=config,
-    )
+        config=config, agrees=agrees,
+    )  # fmt: skip
 
 
 def register_group_backend(name: str, backend) -> None:

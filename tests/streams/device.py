@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 
-from . import build, graphs
+from . import build, graphs, late
 from .checker import checker, shown_site, site
 
 
@@ -68,6 +68,7 @@ def known() -> dict:
 
 def record(event_stream, event, *_):
     graphs.recorded(event_stream, event)
+    late.record(event_stream, event)
     checker.submit(checker.record, event_stream, event, known())
     return 0
 
@@ -75,18 +76,21 @@ def record(event_stream, event, *_):
 def block(stream, event, *_):
     if not graphs.waits(stream, event):
         return REFUSED
+    late.block(stream, event)
     checker.submit(checker.block_stream, stream, event)
     return 0
 
 
 def sync_event(event, *_):
     answer = host_waits("the host waits for an event", site(), warns=False)
+    late.finish_event(event)
     checker.submit(checker.sync_event, event)
     return answer
 
 
 def sync_stream(stream, *_):
     answer = host_waits("the host waits for a stream", site())
+    late.finish_stream(stream)
     checker.submit(checker.sync_stream, stream)
     return answer
 
@@ -95,6 +99,7 @@ def sync_device(device, *_):
     where = site()
     answer = host_waits("the host waits for the device", where, warns=False)
     checker.submit(checker.check_device, device, "the host waits for all", where)
+    late.finish_device(device)
     checker.submit(checker.sync_device, device)
     return answer
 
@@ -103,7 +108,7 @@ def query_event(event, *_):
     if graphs.capturing() and not _queries_allowed():
         refuse("an event is queried", site())
         return REFUSED
-    return int(checker.query_event(event))
+    return int(late.event_has_ended(event) and checker.query_event(event))
 
 
 def _queries_allowed() -> bool:
@@ -116,7 +121,7 @@ def query_stream(stream, *_):
     if graphs.capturing():
         refuse("a stream is queried", site())
         return REFUSED
-    return int(checker.query_stream(stream))
+    return int(late.stream_has_ended(stream) and checker.query_stream(stream))
 
 
 def record_stream(address, stream, *_):
@@ -138,6 +143,7 @@ def free(address, *_):
 
 
 def operation(stream, waits, pageable, text, array, count):
+    late.finish_stream(stream)
     op, where = text.decode(), site()
     accesses = accesses_of(array, count)
     capture = graphs.capture_id(stream)

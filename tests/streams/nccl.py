@@ -8,7 +8,7 @@ import traceback
 
 from collectives._nccl import CONFIG_FIELDS, UNDEF_INT
 
-from . import build, device, graphs
+from . import build, device, graphs, late
 from .checker import checker, shown_site, site
 
 KINDS = "reduce broadcast all_reduce reduce_scatter all_gather all_to_all gather scatter send recv".split()
@@ -41,12 +41,13 @@ MEMORY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 REGISTERED = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4, ctypes.c_int32)
 ENDED = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int32)
 WRONG = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+LATE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
 
 class Recorder(ctypes.Structure):
     _fields_ = [
         ("operations", OPERATIONS), ("device", DEVICE), ("memory", MEMORY), ("registered", REGISTERED),
-        ("ended", ENDED), ("wrong", WRONG),
+        ("ended", ENDED), ("wrong", WRONG), ("late", LATE),
     ]  # fmt: skip
 
 
@@ -64,6 +65,8 @@ _library: ctypes.CDLL | None = None
 
 def _record(operations) -> None:
     """Operations that are launched together: on one stream after the other, where they use several."""
+    for each in operations:
+        late.finish_stream(each.key)
     where, known, thread = site(), device.known(), device.thread_kind()
     streams = list(dict.fromkeys(each.key for each in operations))
     captures = [capture for each in streams if (capture := graphs.capture_id(each)) is not None]
@@ -95,6 +98,11 @@ def _operations(array, count):
     except BaseException:
         traceback.print_exc()
         checker.report("error", f"the simulation itself failed: {traceback.format_exc()}")
+
+
+@LATE
+def _late(index, stream, queue, ticket):
+    late.start((index << 40) | stream, queue, ticket)
 
 
 @DEVICE
@@ -133,7 +141,7 @@ def _wrong(text):
 
 
 allocations: list[int] = []  # the bytes of each call of ncclMemAlloc
-_recorder = Recorder(_operations, _device, _memory, _registered, _ended, _wrong)
+_recorder = Recorder(_operations, _device, _memory, _registered, _ended, _wrong, _late)
 
 
 def config_of(comm) -> dict:
@@ -150,6 +158,8 @@ def load(host_library: str) -> None:
     path = build.nccl_library()
     _library = ctypes.CDLL(str(path))
     _library.recorder_config.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
+    _library.recorder_wait.argtypes = [ctypes.c_int64] * 3
+    late.wait_for = _library.recorder_wait
     _library.recorder_run.argtypes = [ctypes.POINTER(Operation), ctypes.c_int64]
     if not _library.recorder_open(host_library.encode(), _recorder):
         raise RuntimeError(f"{host_library} could not be loaded")

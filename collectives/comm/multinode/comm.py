@@ -211,6 +211,13 @@ class MultiNodeComm:
     def recv(self, buf, count, dtype, peer, stream=0) -> None:
         self._add_p2p_call("recv", False, buf, count, dtype, peer, stream)
 
+    def probe(self, peer: int) -> bool:
+        """Return whether anything has come from a rank, or its connection has ended; never blocks."""
+        node, local_rank = self._topology.locations[peer]
+        if node == self._topology.node:
+            return self.collectives.intra_node.probe(local_rank)
+        return self._connections.has_input(peer)
+
     def all_to_all(self, send, recv, count, dtype, stream=0, config=None) -> None:
         self._add_p2p_collective("all_to_all", send, recv, count, dtype, -1, stream)
 

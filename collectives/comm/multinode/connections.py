@@ -225,6 +225,12 @@ class NodeConnections:
         """Return whether a rank has closed its connection, or its process has ended."""
         return _is_hung_up(self._sockets[peer])
 
+    def has_input(self, peer: int) -> bool:
+        """Return whether there is something to receive from a rank, or its connection has ended."""
+        poll = select.poll()
+        poll.register(self._sockets[peer], select.POLLIN)
+        return bool(poll.poll(0))
+
     def abort(self) -> None:
         """End all connections, from any thread. Exchanges of this rank and of its peers fail.
 

@@ -78,6 +78,13 @@ ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
 // Whether rank `peer` has begun an ncclSend to this rank that no ncclRecv here has begun to take.
 // Never blocks.
 ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting);
+// Numbers that a layer above gives to a send, and that the receiver reads before it receives: of the
+// calling thread's next ncclSend.
+enum { collHostHeaderWords = 4 };
+ncclResult_t collHostSetHeader(const int64_t header[collHostHeaderWords]);
+// Waits until rank `peer` has begun an ncclSend to this rank that no ncclRecv here has begun to take,
+// and gives its header. After an error other than a peer's the communicator can be used as before.
+ncclResult_t collHostCommPeek(ncclComm_t comm, int peer, int64_t header[collHostHeaderWords]);
 
 // Sets the names of the calling thread's next operation and of its element type in reports: for a
 // layer above that sends types of its own as bytes, or makes an operation of its own out of

@@ -1,11 +1,13 @@
 // NCCL's ABI in front of the host engine: each operation is reported with its communicator, stream and buffers, then carried out by
-// the host engine with stream NULL, so that it has ended when the call returns.
+// the host engine with stream NULL, so that it has ended when the call returns. A send or a receive alone ends late, as NCCL's does:
+// the host engine carries it out on a queue of its communicator, and what uses its stream afterwards waits for it.
 #include <dlfcn.h>
 
 #include <map>
 #include <mutex>
 #include <vector>
 
+#include "coll/host_abi.h"
 #include "coll/nccl_abi.h"
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -24,6 +26,8 @@ struct Recorder {
   void (*registered)(int64_t comm, int64_t handle, int64_t address, int64_t nbytes, int32_t window);
   void (*ended)(int64_t comm, int32_t aborted);       // a communicator
   void (*wrong)(const char* text);                    // what NCCL leaves undefined
+  // The call that was reported last will have ended when a ticket of a queue has.
+  void (*late)(int64_t device, int64_t stream, int64_t queue, int64_t ticket);
 };
 
 namespace {
@@ -33,6 +37,7 @@ std::mutex lock;
 std::map<ncclComm_t, int> devices;
 std::map<ncclComm_t, ncclConfig_t> configs;
 std::map<uintptr_t, size_t> allocations;
+std::map<ncclComm_t, collHostQueue_t> queues;  // of sends and receives
 thread_local int depth = 0;
 thread_local std::vector<Operation> group;
 
@@ -121,12 +126,49 @@ ncclResult_t run(const Operation& o) {
   }
   return ncclInternalError;
 }
+collHostQueue_t queue_of(ncclComm_t comm) {
+  std::lock_guard<std::mutex> held(lock);
+  collHostQueue_t& queue = queues[comm];
+  if (!queue && REAL(collHostQueueCreate)(&queue) != ncclSuccess) queue = nullptr;
+  return queue;
+}
+void end_queue(ncclComm_t comm) {
+  collHostQueue_t queue = nullptr;
+  {
+    std::lock_guard<std::mutex> held(lock);
+    auto found = queues.find(comm);
+    if (found == queues.end()) return;
+    queue = found->second;
+    queues.erase(found);
+  }
+  REAL(collHostQueueDestroy)(queue);
+}
+template <typename F> ncclResult_t start_late(ncclComm_t comm, cudaStream_t stream, F&& start) {
+  if (depth || !recorder.late) return start(nullptr);
+  collHostQueue_t queue = queue_of(comm);
+  ncclResult_t result = start(reinterpret_cast<cudaStream_t>(queue));
+  uint64_t ticket = 0;
+  if (result == ncclSuccess) result = REAL(collHostQueueRecord)(queue, &ticket);
+  if (result == ncclSuccess)
+    recorder.late(device_of(comm), reinterpret_cast<int64_t>(stream), reinterpret_cast<int64_t>(queue), static_cast<int64_t>(ticket));
+  return result;
+}
 }  // namespace
 
 EXPORTED int recorder_open(const char* path, Recorder with) {
   host = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   recorder = with;
   return host != nullptr;
+}
+// Waits for what has ended late, at most `nanoseconds`; 1: it has ended.
+EXPORTED int recorder_wait(int64_t queue, int64_t ticket, int64_t nanoseconds) {
+  {
+    std::lock_guard<std::mutex> held(lock);
+    bool known = false;
+    for (auto& each : queues) known = known || reinterpret_cast<int64_t>(each.second) == queue;
+    if (!known) return 1;  // its communicator has ended
+  }
+  return REAL(collHostQueueWait)(reinterpret_cast<collHostQueue_t>(queue), static_cast<uint64_t>(ticket), nanoseconds) != ncclInProgress;
 }
 // Runs recorded operations again, as one group.
 EXPORTED int recorder_run(const Operation* operations, int64_t count) {
@@ -182,11 +224,11 @@ ncclResult_t ncclScatter(const void* s, void* r, size_t n, ncclDataType_t t, int
 }
 ncclResult_t ncclSend(const void* s, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t q) {
   note(kSend, s, 1, nullptr, 0, n, t, 0, peer, c, q);
-  CALL(ncclSend, s, n, t, peer, c, nullptr);
+  return start_late(c, q, [&](cudaStream_t queue) { return REAL(ncclSend)(s, n, t, peer, c, queue); });
 }
 ncclResult_t ncclRecv(void* r, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t q) {
   note(kRecv, nullptr, 0, r, 1, n, t, 0, peer, c, q);
-  CALL(ncclRecv, r, n, t, peer, c, nullptr);
+  return start_late(c, q, [&](cudaStream_t queue) { return REAL(ncclRecv)(r, n, t, peer, c, queue); });
 }
 ncclResult_t ncclGroupStart(void) {
   ++depth;
@@ -239,11 +281,14 @@ ncclResult_t ncclCommShrink(ncclComm_t c, int* list, int n, ncclComm_t* made_one
 }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
   if (recorder.ended) recorder.ended(reinterpret_cast<int64_t>(c), 0);
+  end_queue(c);
   CALL(ncclCommDestroy, c);
 }
 ncclResult_t ncclCommAbort(ncclComm_t c) {
   if (recorder.ended) recorder.ended(reinterpret_cast<int64_t>(c), 1);
-  CALL(ncclCommAbort, c);
+  ncclResult_t result = REAL(ncclCommAbort)(c);
+  end_queue(c);  // what was in flight has ended by it
+  return result;
 }
 ncclResult_t ncclCommRevoke(ncclComm_t c, int flags) { CALL(ncclCommRevoke, c, flags); }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t* r) { CALL(ncclCommGetAsyncError, c, r); }

@@ -1,0 +1,62 @@
+"""Where two ranks of a process group meet, before they open the communicator of a channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ..comm.liveness import RankExits
+from ..comm.waiting import format_ranks
+from ..errors import Aborted, RemoteError
+
+__all__ = ["Meeting"]
+
+_PAUSE_S = (0.001, 0.05)  # first and longest
+_LOOK_S = 0.5  # between looks whether the other rank's process has ended
+
+
+class Meeting:
+    """The ranks of a process group that have come to open channels.
+
+    `store`: the group's, with a prefix of this life of the group; `exits`: how its ranks have
+    ended. A wait has no time limit: a receive may be begun long before its send.
+    """
+
+    def __init__(self, store, rank: int, exits: RankExits):
+        self._store, self._rank, self._exits = store, rank, exits
+        self._is_over = threading.Event()
+
+    def has_come(self, rank: int, name: str) -> bool:
+        """Return whether a rank has come to open the channel of a name."""
+        return self._store.check([f"come/{name}/{rank}"])
+
+    def wait(self, peer: int, name: str) -> None:
+        """Come to open a channel, and block until the other rank has come too.
+
+        Raises `RemoteError` where that rank's process has ended, `Aborted` at the group's end.
+        """
+        self._store.set(f"come/{name}/{self._rank}", "")
+        pause, look_at = _PAUSE_S[0], time.monotonic() + _LOOK_S
+        while not self.has_come(peer, name):
+            if self._is_over.wait(pause):
+                raise Aborted("the process group was destroyed", rank=self._rank)
+            pause = min(2 * pause, _PAUSE_S[1])
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_S
+                if (error := self.find_ended([peer])) is not None:
+                    raise error
+
+    def find_ended(self, peers: list[int]) -> RemoteError | None:
+        """Return the error of a wait for ranks whose processes have all ended, else None."""
+        found = []
+        for peer in peers:
+            how = self._exits.reason(peer)
+            if not how:
+                return None
+            found.append(f"rank {peer}: {how}")
+        text = f"{format_ranks(peers)} will not come: {'; '.join(found[:8])}"
+        return RemoteError(text, rank=self._rank, peers=peers)
+
+    def end(self) -> None:
+        """End all waits."""
+        self._is_over.set()
