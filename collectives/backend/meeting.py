@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from ..comm.liveness import RankExits
 from ..comm.waiting import format_ranks
@@ -13,6 +14,20 @@ __all__ = ["Meeting"]
 
 _PAUSE_S = (0.001, 0.05)  # first and longest
 _LOOK_S = 0.5  # between looks whether the other rank's process has ended
+
+
+class _Exits:
+    """How some ranks of a group have ended, as `RankExits`; at the group's end none of them comes any more."""
+
+    def __init__(self, exits: RankExits, ranks: Sequence[int], is_over: threading.Event):
+        self._exits, self._ranks, self._is_over = exits, ranks, is_over
+
+    def reason(self, rank: int) -> str:
+        return "the process group was destroyed" if self._is_over.is_set() else self._exits.reason(self._ranks[rank])
+
+    def reasons_without_store(self) -> dict[int, str]:
+        found = self._exits.reasons_without_store()
+        return {number: found[rank] for number, rank in enumerate(self._ranks) if rank in found}
 
 
 class Meeting:
@@ -45,6 +60,10 @@ class Meeting:
                 look_at = time.monotonic() + _LOOK_S
                 if (error := self.find_ended([peer])) is not None:
                     raise error
+
+    def exits_of(self, ranks: Sequence[int]) -> _Exits:
+        """Return how ranks have ended, for the wait for them once they have come here."""
+        return _Exits(self._exits, ranks, self._is_over)
 
     def find_ended(self, peers: list[int]) -> RemoteError | None:
         """Return the error of a wait for ranks whose processes have all ended, else None."""

@@ -126,7 +126,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         try:
             return open_over_store(
                 self._life_store, name, ranks.index(self._rank), 2, device, self._timeout,
-                f"to send from rank 0 to rank 1 of process group {self._name!r}", RankExits(self._store, ranks),
+                f"to send from rank 0 to rank 1 of process group {self._name!r}", self._meeting.exits_of(ranks),
                 self._config, agrees=False,
             )  # fmt: skip
         except CollectivesError as error:

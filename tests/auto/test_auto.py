@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.auto import read_settings
+from collectives.ddp import fitness
 from collectives.errors import EngineUnavailable, InvalidArgument, InvalidUsage
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run, wrap
 from tests.launching import clean_environment, free_port
@@ -107,7 +108,7 @@ def left_alone(program):
     program.train("asked", prepare=collectives.auto.leave_alone)
     program.train("asked on rank 1", prepare=lambda ddp: rank == 1 and collectives.auto.leave_alone(ddp))
     program.train("divided", around=lambda ddp: ddp.join(divide_by_initial_world_size=False))
-    with mock.patch.object(collectives.auto, "get_engine", mock.Mock(side_effect=EngineUnavailable("none"))):
+    with mock.patch.object(fitness, "get_engine", mock.Mock(side_effect=EngineUnavailable("none"))):
         program.train("no engine")
     with mock.patch.dict(collectives.auto._settings, {"wire": "bf16"} if rank == 1 else {}):
         program.train("settings")
