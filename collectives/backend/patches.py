@@ -6,6 +6,7 @@ import contextlib
 import functools
 
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory
@@ -22,9 +23,10 @@ def install() -> None:
 
     Those are ``monitored_barrier``, ``batch_isend_irecv`` and ``_set_pg_timeout``. Blocking ``send``
     and ``recv`` are made faster, and DistributedDataParallel's buckets on the host are allocated in
-    memory that the ranks share.
+    memory that the ranks share. Its built-in hook FP16_COMPRESS is torch's hook in Python.
     """
     _share_buckets()
+    _replace_fp16_hook()
     c10d = dist.distributed_c10d
     barrier, batch, set_timeout = c10d.monitored_barrier, c10d.batch_isend_irecv, group_timeout_setter()
 
@@ -88,6 +90,22 @@ def _share_buckets() -> None:
     patch_attribute(
         DistributedDataParallel, "_ddp_init_helper", _ddp_init_helper,
         "torch asks a group for buckets' memory only by its C++ class Backend, and has malloc allocate them",
+    )  # fmt: skip
+
+
+def _replace_fp16_hook() -> None:
+    register = DistributedDataParallel._register_builtin_comm_hook
+
+    @untraced
+    @functools.wraps(register)
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        if comm_hook_type != dist.BuiltinCommHookType.FP16_COMPRESS or _find_backend(self.process_group) is None:
+            return register(self, comm_hook_type)
+        return self.register_comm_hook(self.process_group, fp16_compress_hook)
+
+    patch_attribute(
+        DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook,
+        "torch's hook in C++ takes futures of C++ alone; its hook in Python computes the same",
     )  # fmt: skip
 
 
