@@ -132,12 +132,12 @@ Error compare_parts(const void* records, int size, int rank) {
     for (int peer = 0; peer < size; ++peer) {
       if (elements(r, peer, false) == elements(peer, r, true)) continue;
       differs[static_cast<size_t>(r)] = differs[static_cast<size_t>(peer)] = 1;
-      lines.push_back(format("rank %d sends %llu elements to rank %d, which expects %llu", r, elements(r, peer, false), peer,
+      lines.push_back(format("rank %d sends %llu to rank %d, which expects %llu", r, elements(r, peer, false), peer,
                              elements(peer, r, true)));
     }
   }
   if (refusals.empty() && lines.empty()) return Error();
-  std::string text = refusals.empty() ? "what the ranks send and what they expect differ:" : "";
+  std::string text = refusals.empty() ? "what the ranks send and what they expect differ, in elements:" : "";
   if (!refusals.empty()) lines = std::move(refusals);
   for (size_t i = 0; i < std::min(lines.size(), kMostLines); ++i) text += (text.empty() ? "" : "\n  ") + lines[i];
   if (lines.size() > kMostLines) text += format("\n  and %zu more", lines.size() - kMostLines);

@@ -21,6 +21,7 @@ from ..comm.liveness import RankExits, publish_process
 from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import InvalidArgument, InvalidUsage
+from ..rendezvous.group_life import begin_life
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
 from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
@@ -45,8 +46,8 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
     ranks in the default group; `devices`: the device types that it serves; `config`: of its
     communicators.
 
-    The CPU's communicator is opened by the constructor, which blocks until all ranks have come; a
-    GPU's at its first use, or at once where ``init_process_group`` has a `device_id`.
+    The constructor blocks until all ranks have come, and opens the CPU's communicator; a GPU's is
+    opened at its first use, or at once where ``init_process_group`` has a `device_id`.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         config: CommConfig | None = None,
     ):  # fmt: skip
         super().__init__(rank, size)
-        self._store, self._rank, self._size, self._name, self._desc = store, rank, size, name, "undefined"
+        self._rank, self._size, self._name, self._desc = rank, size, name, "undefined"
         self._global_ranks = list(global_ranks) or list(range(size))
         self._device_names = tuple(devices)
         self._timeout = timeout.total_seconds()
+        self._store = begin_life(store, rank, size, self._timeout, f"to create process group {name!r}")
         self._config = config or CommConfig()
         self._options = c10d_backend().Options("collectives", timeout)
         self._comms: dict[torch.device, Communicator] = {}

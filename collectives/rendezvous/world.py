@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from ..comm.arguments import parse_timeout
 from ..comm.communicator import Communicator
 from ..comm.config import CommConfig, parse_config
 from ..comm.engine import Engine, get_engine, parse_device, resolve_device
@@ -63,7 +64,7 @@ def init(
     before. If it was, with another current device, a warning says so: call
     ``torch.cuda.set_device(local_rank)`` first.
     """
-    opening, limit = (OPENING_S, OPERATION_S) if timeout is None else (timeout, timeout)
+    opening, limit = (OPENING_S, OPERATION_S) if timeout is None else [parse_timeout(timeout, None)] * 2
     with _lock:
         world = current_world() if _world is None or not _world.forked else _world
         if world is not None and timeout is not None and timeout != world.timeout:

@@ -149,28 +149,6 @@ def test_premultiplied_sum(ranks):
     assert run_ranks(premultiplied, ranks) == [expected] * ranks
 
 
-def partial_overlap(ctx):
-    comm = ctx.communicator()
-    memory = torch.zeros(4 * comm.size)
-    parts = memory.view(comm.size, 4)
-    other = (comm.rank + 1) % comm.size
-    for use in (
-        lambda: comm.all_gather(memory, parts[other]),
-        lambda: comm.all_gather(memory[: 3 * comm.size], memory[1:4]),
-        lambda: comm.reduce_scatter(parts[other], memory),
-        lambda: comm.gather(memory, parts[other], comm.rank),
-        lambda: comm.scatter(parts[other], memory, comm.rank),
-    ):
-        with pytest.raises(InvalidArgument, match="overlap"):
-            use()
-    comm.barrier()
-
-
-@RANKS
-def test_partial_overlap(ranks):
-    run_ranks(partial_overlap, ranks)
-
-
 def roots_only(ctx):
     comm = ctx.communicator()
     if comm.rank == 1:
