@@ -1,6 +1,7 @@
 """Process groups that are created, destroyed and created again over one store."""
 
 import datetime
+import threading
 
 import pytest
 import torch
@@ -86,24 +87,26 @@ def test_monitored_barriers_are_of_one_life(port):
 
 
 def came_in_vain(ctx, port):
-    """Rank 1 gives up a group for which rank 0 comes later; then both create it."""
-    store = connect(port)
+    """A rank gives up a group for which the other one comes later; then both begin its life."""
+    from collectives.rendezvous.group_life import begin_life
 
-    def create(seconds):
-        limit = datetime.timedelta(seconds=seconds)
-        dist.init_process_group("collectives", store=store, rank=ctx.rank, world_size=ctx.size, timeout=limit)
-
+    store = dist.PrefixStore("group", connect(port))
     for first in (1, 0):
         if ctx.rank == first:
-            with pytest.raises(CollectiveTimeout, match=f"rank {1 - first} of 2 did not come within 1 s") as found:
-                create(1)
+            late = f"rank {1 - first} of 2 did not come within 1 s to test"
+            with pytest.raises(CollectiveTimeout, match=late) as found:
+                begin_life(store, ctx.rank, 2, 1.0, "to test")
             assert found.value.peers == (1 - first,)
         ctx.barrier()
-        create(30)
-        x = torch.ones(1)
-        dist.all_reduce(x)
-        assert x.item() == 2
-        dist.destroy_process_group()
+        if ctx.rank == first:
+            ctx.barrier()  # the other one comes first, and doesn't take the old request for a new one
+            own = begin_life(store, ctx.rank, 2, 30.0, "to test")
+        else:
+            threading.Timer(0.5, ctx.barrier).start()
+            own = begin_life(store, ctx.rank, 2, 30.0, "to test")
+        own.set(f"rank{ctx.rank}", str(first))
+        assert own.get(f"rank{1 - ctx.rank}") == str(first).encode()
+        ctx.barrier()
 
 
 def test_a_rank_that_came_in_vain(port):
