@@ -53,7 +53,7 @@ def refused(ctx):
                 assert found[0] == "ValueError" and text in found[1]
             else:
                 assert found[0] == "HorovodInternalError", found
-                assert f"rank 1 takes no part, since it raised ValueError: alltoall: {text[:6]}" in found[1], found
+                assert "rank 1 takes no part, since it raised ValueError: alltoall: splits" in found[1], found
             assert error_of(lambda: hvd.alltoall(x, splits))[0] == "ValueError"  # noqa: B023  (all ranks do)
             assert hvd.alltoall(x[: ctx.size]).numel() == ctx.size
 
