@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from threading import get_ident
 
-from ..arrays import ITEMSIZE, Buffer
+from ..arrays import ITEMSIZE, Buffer, kind_of
 from ..errors import InvalidArgument, InvalidUsage
 from .algorithms.executor import run_algorithm
 from .algorithms.selection import select_algorithm
@@ -200,8 +200,10 @@ def _read_lists(comm, outs, inps, output_split_sizes, input_split_sizes, stream)
     if output_split_sizes is not None or input_split_sizes is not None:
         raise invalid(comm, name, "lists are parts already: leave out the split sizes")
     for each, what in ((outs, "out"), (inps, "inp")):
-        if not isinstance(each, list | tuple) or len(each) != size:
-            raise invalid(comm, name, f"out and inp must be lists of {size} arrays, one for each rank: {what} isn't")
+        is_list = isinstance(each, list | tuple)
+        if not is_list or len(each) != size:
+            found = f"list of {len(each)}" if is_list else kind_of(each)
+            raise invalid(comm, name, f"{what} must be an array, or a list of {size} arrays, one a rank, not {found}")
     read = [read_pair(comm, out, inp, name) for out, inp in zip(outs, inps, strict=True)]
     buffer = next((each for pair in read for each in pair if each.count), read[0][0])
     for pair in read:

@@ -266,6 +266,6 @@ def test_one_rank_compares_nothing():
         outs = [torch.zeros(2)]
         comm.all_to_all(outs, [torch.ones(2)])
         assert outs[0].tolist() == [1.0, 1.0]
-        with pytest.raises(InvalidArgument, match="lists of 1 arrays"):
+        with pytest.raises(InvalidArgument, match="a list of 1 arrays, one a rank, not list of 2"):
             comm.all_to_all(outs, [torch.ones(2), torch.ones(2)])
     assert issubclass(Mismatch, CollectivesError)
