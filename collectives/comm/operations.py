@@ -199,7 +199,7 @@ def _read_lists(comm, outs, inps, output_split_sizes, input_split_sizes, stream)
     name, size = "all_to_all", comm.size
     if output_split_sizes is not None or input_split_sizes is not None:
         raise invalid(comm, name, "lists are parts already: leave out the split sizes")
-    for each, what in ((outs, "out"), (inps, "inp")):
+    for each, what in ((inps, "inp"), (outs, "out")):
         is_list = isinstance(each, list | tuple)
         if not is_list or len(each) != size:
             found = f"list of {len(each)}" if is_list else kind_of(each)
