@@ -13,6 +13,7 @@ from collectives.errors import CollectivesError, InvalidArgument, Mismatch
 from tests.backend.groups import over
 from tests.hosts import joined
 from tests.ranks import run_ranks
+from tests.streams.simulated import needs_simulation
 
 LIMIT = 30.0  # of the group: what takes as long was found by the time limit alone
 
@@ -255,6 +256,39 @@ def test_between_nodes(case):
             assert "rank 2 takes no part, since it raised: InvalidArgument" in text
         elif case == "other":
             assert "all_reduce" in text and "all_to_all" in text
+
+
+def checked_on_gpus(ctx):
+    comm = ctx.new_communicator(timeout=LIMIT)
+    rank, size, device = ctx.rank, ctx.size, ctx.device
+    found = []
+    for receives in ([1, 1], [1 + (rank == 1), 1], [1, 1 + (rank == 1)]):  # right; counts differ; rank 1 with itself
+        out = torch.empty(sum(receives), device=device)
+        inp = part_of(rank, size).to(device)
+        found.append(outcome(lambda: comm.all_to_all(out, inp, receives, [1] * size)))  # noqa: B023
+        if found[-1] is None:
+            assert out.tolist() == [10.0 * r + rank for r in range(size)]
+            outs = [torch.empty(1, device=device) for _ in range(size)]
+            comm.all_to_all(outs, list(inp.split(1)))
+            assert torch.cat(outs).tolist() == out.tolist()
+    x = torch.ones(2, device=device)
+    found.append(outcome(lambda: comm.all_to_all(x, x, [1, 1], [1, 1]) if rank == 0 else comm.all_reduce(x)))
+    overlapping = torch.arange(8.0, device=device)
+    comm.all_gather(overlapping[1 : 1 + size], overlapping[:1])
+    assert overlapping.tolist() == [0, 0, 0, 3, 4, 5, 6, 7]
+    comm.close()
+    return found
+
+
+@needs_simulation
+def test_on_gpus_where_asked_for():
+    results = run_ranks(checked_on_gpus, 2, device="simulated", env={"COLLECTIVES_CHECK": "1"})
+    for rank, (right, counts, own, other) in enumerate(results):
+        assert right is None
+        assert counts[0] == "Mismatch" and "rank 0 sends 1 to rank 1, which expects 2" in counts[1]
+        assert own[0] == ("InvalidArgument" if rank else "Mismatch"), own
+        assert "rank 1 sends 1 elements to itself and receives 2" in own[1]
+        assert other[0] == "Mismatch" and "rank 0: all_to_all with splits float32" in other[1], other
 
 
 def test_one_rank_compares_nothing():
