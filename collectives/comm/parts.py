@@ -33,14 +33,14 @@ def compares_parts(comm) -> bool:
     return comm.size > 1 and (comm._on_host or comm._checks_calls)
 
 
-def _make_records(comm, sends: Sequence[int], receives: Sequence[int], refusal: str = "") -> torch.Tensor:
-    """Return memory for the records of all ranks, row r rank r's, and this rank's own one behind them."""
+def _make_records(comm, sends: Sequence[int], receives: Sequence[int], refusal: str = "") -> tuple[torch.Tensor, int]:
+    """Return memory for the records of all ranks and this rank's own one behind them, and where that begins."""
     pairs = [count for pair in zip(sends, receives, strict=True) for count in pair]
     text = refusal.encode("utf-8", "replace")[: REFUSAL_BYTES - 1]
-    own = struct.pack(f"{REFUSAL_BYTES}s{len(pairs)}Q", text, *pairs)
-    records = torch.empty((comm.size + 1, len(own)), dtype=torch.uint8, device="cpu")
-    records[comm.size] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    return records
+    begin = comm.size * (REFUSAL_BYTES + 16 * comm.size)
+    memory = bytearray(begin + REFUSAL_BYTES + 16 * comm.size)
+    struct.pack_into(f"{REFUSAL_BYTES}s{len(pairs)}Q", memory, begin, text, *pairs)
+    return torch.frombuffer(memory, dtype=torch.uint8), begin
 
 
 def comparison(
@@ -52,11 +52,11 @@ def comparison(
     elements to and from each rank; `transfers`: how many sends and receives behind the steps wait
     for them.
     """
-    records = _make_records(comm, sends, receives)
+    records, own = _make_records(comm, sends, receives)
     if not comm._on_host:
-        return [], (), records[comm.size]
-    own, all_of = records[comm.size].data_ptr(), records.data_ptr()
-    args = (own, all_of, transfers, name, buffer.dtype, sum(sends), buffer.code)
+        return [], (), records[own:]
+    address = records.data_ptr()
+    args = (address + own, address, transfers, name, buffer.dtype, sum(sends), buffer.code)
     return [("compare_parts", args)], (records,), None
 
 
@@ -85,14 +85,14 @@ def refuse_call(comm, name: str, dtype, error: Exception) -> None:
     if not compares_parts(comm) or comm.closed:
         return
     nothing = [0] * comm.size
-    records = _make_records(comm, nothing, nothing, f"{type(error).__name__}: {first_line(error)}")
-    own = records[comm.size]
+    records, own = _make_records(comm, nothing, nothing, f"{type(error).__name__}: {first_line(error)}")
     dtype = str(dtype).rpartition(".")[2]
     try:
         if comm._on_host:
-            comm._native.compare_parts(own.data_ptr(), records.data_ptr(), 0, name, dtype, 0, 0)
+            address = records.data_ptr()
+            comm._native.compare_parts(address + own, address, 0, name, dtype, 0, 0)
         else:
-            check_calls(comm, [fingerprint_of(name, dtype=dtype_tag(dtype))], records=[own])
+            check_calls(comm, [fingerprint_of(name, dtype=dtype_tag(dtype))], records=[records[own:]])
     except CollectivesError:
         pass  # what the others get, too; a communicator that has failed says so in its next call
 
