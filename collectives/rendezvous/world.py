@@ -50,7 +50,8 @@ def init(
     `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the node has. `device`: None
     for ``cuda:local_rank``, or the CPU. `timeout`: limit in seconds of the opening, of each operation,
     and of `split` and `shrink`, as of ``torch.distributed.init_process_group``; None: 60 s for the
-    opening, and 1,800 s for the others. ``comm.timeout = seconds`` changes it after the opening.
+    opening, and 1,800 s for the others. It becomes that of a communicator that is open already, too;
+    ``comm.timeout = seconds`` changes it after the opening.
     `deterministic`: reduce in rank order only, see `Communicator`. `config`: a `CommConfig` or a dict
     of its fields, the same on all ranks: settings of NCCL, without effect on the host. CPUs on
     several nodes reduce and gather inside of each node first, then between nodes, over TCP
@@ -66,14 +67,10 @@ def init(
     """
     opening, limit = (OPENING_S, OPERATION_S) if timeout is None else [parse_timeout(timeout, None)] * 2
     with _lock:
-        world = current_world() if _world is None or not _world.forked else _world
-        if world is not None and timeout is not None and timeout != world.timeout:
-            raise InvalidUsage(
-                f"init(timeout={timeout!r}) after a communicator was opened whose timeout is {world.timeout!r} s: set "
-                "its attribute timeout, or close() it first",
-                rank=world.rank,
-            )
-        return init_with_limits(opening, limit, engine, device=device, deterministic=deterministic, config=config)
+        world = init_with_limits(opening, limit, engine, device=device, deterministic=deterministic, config=config)
+        if timeout is not None and world.timeout != timeout:  # it was open
+            world.timeout = timeout
+        return world
 
 
 def init_with_limits(
