@@ -60,6 +60,8 @@ cdef extern from "coll/nccl_abi.h" nogil:
 
 
 cdef extern from "coll/host_abi.h" nogil:
+    enum:
+        COLL_HOST_REFUSAL_BYTES
     struct collHostQueue:
         pass
     ctypedef collHostQueue* collHostQueue_t
@@ -188,6 +190,9 @@ cdef extern from "_nccl_table.h" nogil:
         ncclResult_t (*collHostReduceScatterShare)(const void* sendbuff, void* recvbuff, size_t recvcount,
                                                    ncclDataType_t datatype, ncclRedOp_t op, collHostShare_t* share,
                                                    ncclComm_t comm, cudaStream_t stream) noexcept nogil
+        ncclResult_t (*collHostCompareParts)(const void* own, void* all, size_t transfers, ncclComm_t comm,
+                                             cudaStream_t stream) noexcept nogil
+        ncclResult_t (*collHostCheckParts)(const void* all, int nranks, int rank) noexcept nogil
         ncclResult_t (*collHostLabel)(const char* op, const char* datatype) noexcept nogil
         ncclResult_t (*collHostFlightRecord)(collFlightRecord_t* record) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil

@@ -66,6 +66,7 @@ __all__ = [
     "Library",
     "OPS",
     "POOL_FUNCTIONS",
+    "REFUSAL_BYTES",
     "QUEUE_CPU", "QUEUE_PENDING", "QUEUE_THREAD_ID",
     "Queue",
     "SHRINK_ABORT",
@@ -105,6 +106,7 @@ UNIQUE_ID_BYTES = NCCL_UNIQUE_ID_BYTES
 UNDEF_INT = NCCL_CONFIG_UNDEF_INT
 SPLIT_NOCOLOR = NCCL_SPLIT_NOCOLOR
 SHRINK_ABORT = NCCL_SHRINK_ABORT
+REFUSAL_BYTES = COLL_HOST_REFUSAL_BYTES     # of the text that a record of parts begins with
 
 
 cdef dict listed(const collEntry_t* entry, bint host):
@@ -411,6 +413,18 @@ cdef class Library:
         self.need(<void*> self.api.collHostLabel, "collHostLabel")
         code = self.api.collHostLabel(op_text, dtype_text)
         self.done(code, "collHostLabel")
+
+    def check_parts(self, size_t records, int nranks, int rank):
+        """Raise ``Mismatch`` for rank ``rank`` unless the ranks' records of parts fit each other.
+
+        ``records``: address of ``nranks`` of them; see `Comm.compare_parts`. Host engine only. C:
+        ``collHostCheckParts``.
+        """
+        cdef ncclResult_t code
+        self.need(<void*> self.api.collHostCheckParts, "collHostCheckParts")
+        with nogil:
+            code = self.api.collHostCheckParts(<const void*> records, nranks, rank)
+        self.done(code, "collHostCheckParts")
 
     def set_secret(self, secret):
         """Set the job's secret; None for none. Processes without it can't take part in communicators

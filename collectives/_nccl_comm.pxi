@@ -434,6 +434,27 @@ cdef class Comm:
                                                        <collHostShare_t*> share, comm, <cudaStream_t> stream)
         self.leave_op(code, "collHostReduceScatterShare", record)
 
+    def compare_parts(self, size_t own, size_t all, size_t transfers, name, dtype_name, size_t count,
+                      int dtype, size_t stream=0):
+        """Compare what the ranks are about to send and receive; the next ``transfers`` sends and
+        receives of the group are made where it succeeds.
+
+        ``own``, ``all``: addresses of one record and of all ranks', see host_abi.h; ``name``,
+        ``dtype_name``: of the operation that they are a part of, and ``count`` elements of ``dtype``,
+        for the flight recorder. Host engine only.
+        C: ``collHostCompareParts``.
+        """
+        cdef ncclComm_t comm
+        cdef collFlightRecord_t* record
+        cdef ncclResult_t code
+        self.library.need(<void*> self.api.collHostCompareParts, "collHostCompareParts")
+        self.library.label(name, dtype_name)
+        comm = self.enter(<void*> self.api.collHostCompareParts, "collHostCompareParts")
+        record = self.note("collHostCompareParts", FLIGHT_ALL_TO_ALL, count, dtype, stream, -1)
+        with nogil:
+            code = self.api.collHostCompareParts(<const void*> own, <void*> all, transfers, comm, <cudaStream_t> stream)
+        self.leave_op(code, "collHostCompareParts", record)
+
     def reduce_scatter(self, size_t send, size_t recv, size_t recvcount, int dtype, int op, size_t stream=0):
         """Reduce ``size * recvcount`` elements; ``recv`` gets this rank's ``recvcount`` of them.
 

@@ -84,6 +84,7 @@ cdef class GroupedTransfer:
     stream = 0
     work = None
     label = None
+    record = None
 
     @property
     def op(self):

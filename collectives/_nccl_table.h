@@ -77,6 +77,8 @@
   F(collHostAllReduceCast, 0) \
   F(collHostAllReduceShare, 0) \
   F(collHostReduceScatterShare, 0) \
+  F(collHostCompareParts, 0) \
+  F(collHostCheckParts, 0) \
   F(collHostLabel, 0) \
   F(collHostFlightRecord, 0) \
   F(collHostGroupCancel, 0)

@@ -32,6 +32,7 @@ __all__ = [
     "Buffer",
     "Reader",
     "dtype_name",
+    "dtype_tag",
     "kind_of",
     "shown",
 ]
@@ -88,7 +89,7 @@ class Buffer(NamedTuple):
 
         NCCL's code, or a number above NCCL's codes.
         """
-        return self.code if self.dtype in _CODES else _FIRST_TAG + crc32(self.dtype.encode())
+        return dtype_tag(self.dtype)
 
     def overlaps(self, ptr: int, nbytes: int) -> bool:
         """Whether a range of memory overlaps the array."""
@@ -252,6 +253,11 @@ class Reader:
 
     def _invalid(self, op: str, message: str) -> InvalidArgument:
         return InvalidArgument(message, op=op, rank=self.rank)
+
+
+def dtype_tag(name: str) -> int:
+    """Return the number of the dtype with a name, see `Buffer.tag`."""
+    return _CODES[name] if name in _CODES else _FIRST_TAG + crc32(name.encode())
 
 
 def dtype_name(tag: int) -> str:

@@ -12,6 +12,7 @@
 #include "operation.h"
 #include "queue.h"
 #include "system.h"
+#include "transfer.h"
 
 namespace coll {
 
@@ -90,7 +91,8 @@ struct Share {
 bool floating(ncclDataType_t t) { return t == ncclFloat16 || t == ncclFloat32 || t == ncclFloat64 || t >= ncclBfloat16; }
 
 ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
-                  ncclComm_t comm, cudaStream_t stream, const Wire* wire = nullptr, const Share* share = nullptr) noexcept {
+                  ncclComm_t comm, cudaStream_t stream, const Wire* wire = nullptr, const Share* share = nullptr,
+                  const size_t* compared = nullptr) noexcept {
   const char* name = kind_name(kind);
   const NextCall set = std::exchange(t_next, NextCall());
   if (set.op_label) name = set.op_label;
@@ -114,6 +116,11 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.kind = kind;
     o.send = send;
     o.recv = recv;
+    if (compared) {
+      o.compares = true;
+      o.compared = *compared;
+      count = COLL_HOST_PARTS_BYTES(c->size);
+    }
     o.count = count;
     o.type = type;
     o.root = root;
@@ -206,6 +213,19 @@ ncclResult_t collHostReduceScatterShare(const void* send, void* recv, size_t cou
 ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
   return call(CollKind::AllGather, send, recv, count, type, ncclSum, 0, comm, stream);
+}
+ncclResult_t collHostCompareParts(const void* own, void* all, size_t transfers, ncclComm_t comm, cudaStream_t stream) {
+  return call(CollKind::AllGather, own, all, 0, ncclUint8, ncclSum, 0, comm, stream, nullptr, nullptr, &transfers);
+}
+ncclResult_t collHostCheckParts(const void* all, int nranks, int rank) {
+  const char* op = "collHostCheckParts";
+  return guarded(op, [&] {
+    if (!all || nranks < 1 || nranks > kMaxRanks || rank < 0 || rank >= nranks)
+      return raise(collHostErrorArgument, op, "all is NULL, or nranks or rank can't be");
+    Error error = compare_parts(all, nranks, rank);
+    error.rank = rank;
+    return error ? raise(error) : ncclSuccess;
+  });
 }
 ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream) {

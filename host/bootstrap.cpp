@@ -35,7 +35,7 @@ class Rendezvous {
       : comm_(comm), id_(id), options_(options), what_(what), origin_(origin), limit_ms_(g_init_timeout_ms.load()),
         deadline_(now_ns() + limit_ms_ * 1000000) {
     int64_t timeout_ns = origin.parent ? origin.parent->timeout_ns.load() : 0;
-    if (timeout_ns <= 0 || origin.began_ns + timeout_ns >= deadline_) return;
+    if (timeout_ns <= 0) return;
     limit_ms_ = timeout_ns / 1000000;
     deadline_ = origin.began_ns + timeout_ns;
   }

@@ -87,6 +87,7 @@ void Collective::publish_call() {
   call.wire = op.wire;
   call.op = reduces(op.kind) ? (op.reduction.premul ? ncclNumOps : op.reduction.op) : -1;
   call.root = rooted(op.kind) ? op.root : -1;
+  call.compares = op.compares;
   memset(call.op_label, 0, sizeof call.op_label);
   memset(call.type_label, 0, sizeof call.type_label);
   if (op.op_label) snprintf(call.op_label, sizeof call.op_label, "%s", op.op_label);
@@ -218,8 +219,15 @@ void Collective::describe_mismatch() {
     if (differs) others.push_back(r);
     if (c.size > 32 && !differs && r != c.rank) continue;
     const char* name = *call.op_label ? call.op_label : kind_name(static_cast<CollKind>(call.kind));
-    table += format("\n  rank %d: %s count=%llu dtype=%s", r, name, static_cast<unsigned long long>(call.count),
-                    type_text(call.datatype, call.type_label).c_str());
+    if (call.compares) {
+      table += format("\n  rank %d: %s dtype=%s", r, name, call.type_label);
+      const char* refusal = c.segment->slot(r, base);  // the record begins with it
+      bool staged = (c.segment->rank(r)->sharing[parity] & kSharingMask) == kStaged;
+      if (staged && *refusal) table += format(", which raised: %.*s", COLL_HOST_REFUSAL_BYTES - 1, refusal);
+    } else {
+      table += format("\n  rank %d: %s count=%llu dtype=%s", r, name, static_cast<unsigned long long>(call.count),
+                      type_text(call.datatype, call.type_label).c_str());
+    }
     if (call.wire >= 0) table += format(" sent as %s", type_name(call.wire));
     bool labelled = strchr(call.op_label, ' ');  // with the op and root of which this call is a part
     if (call.op >= 0 && !labelled) table += format(" op=%s", op_name(call.op));

@@ -34,7 +34,7 @@ bool spin_until(const ncclComm& c, Ready ready) {
 bool Collective::is_short() const {
   const ncclComm& c = comm();
   size_t nbytes = op.bytes(), n = static_cast<size_t>(c.size);
-  if (nbytes > kMostStaged || n < 2 || op.wire >= 0 || op.share || op.reduction.premul || op.flight) return false;
+  if (nbytes > kMostStaged || n < 2 || op.wire >= 0 || op.share || op.reduction.premul || op.flight || op.compares) return false;
   if (nbytes > slot_stride(op.kind, c.segment->header()->chunk_bytes, n)) return false;
   if (!reduces(op.kind)) return op.kind != CollKind::Send && op.kind != CollKind::Recv;
   // Kernels take aligned elements; and a second phase is worth its wait.

@@ -59,21 +59,29 @@ void take_tickets(Batch& batch) {
 
 // Sort the operations into the batch. Sends to oneself are matched with their receives here.
 Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
-  for (const Submitted& s : ops) {
-    Work& work = work_of(batch, s.op.comm);
-    if (!is_transfer(s.op)) {
-      work.stored.emplace_back(s.op);
-    } else if (s.op.root != s.op.comm->rank) {
-      if (work.transfers.empty()) work.transfers.reserve(ops.size());
-      work.transfers.emplace_back(s.op);
-    }
-  }
+  for (const Submitted& s : ops) work_of(batch, s.op.comm);
   for (Work& work : batch.works) {
     std::vector<Op> sends, receives;
+    std::vector<size_t> after;  // of the sends to oneself
+    size_t compared = 0;        // transfers that still belong to the last comparison
     for (const Submitted& s : ops) {
-      if (s.op.comm != work.comm || s.op.root != work.comm->rank) continue;
-      if (s.op.kind == CollKind::Send) sends.push_back(s.op);
-      if (s.op.kind == CollKind::Recv) receives.push_back(s.op);
+      if (s.op.comm != work.comm) continue;
+      if (!is_transfer(s.op)) {
+        work.stored.emplace_back(s.op);
+        if (s.op.compares) compared = s.op.compared;
+        continue;
+      }
+      size_t then = compared ? work.stored.size() : 0;
+      compared -= compared != 0;
+      if (s.op.root != work.comm->rank) {
+        if (work.transfers.empty()) work.transfers.reserve(ops.size());
+        work.transfers.emplace_back(s.op, then);
+      } else if (s.op.kind == CollKind::Send) {
+        sends.push_back(s.op);
+        after.push_back(then);
+      } else {
+        receives.push_back(s.op);
+      }
     }
     for (size_t i = 0; i < std::max(sends.size(), receives.size()); ++i) {
       if (i >= sends.size() || i >= receives.size()) {
@@ -90,7 +98,7 @@ Error fill_batch(Batch& batch, const std::vector<Submitted>& ops) {
         error.rank = work.comm->rank;
         return error;
       }
-      work.local.emplace_back(sends[i], receives[i]);
+      work.local.push_back({sends[i], receives[i], after[i]});
     }
     work.collectives = work.stored.data();
     work.collective_count = work.stored.size();

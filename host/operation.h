@@ -46,6 +46,9 @@ struct Op {
   ncclComm* comm = nullptr;
   uint64_t seq = 0;  // number of the collective on its communicator
   uint64_t step = 0;                 // of collHostCommSetStep
+  // A comparison of what the ranks send and receive, which so many transfers of its group wait for.
+  bool compares = false;
+  size_t compared = 0;
   const char* op_label = nullptr;    // interned; the labels of the last
   const char* type_label = nullptr;  // collHostLabel
   int64_t header[collHostHeaderWords] = {};  // of a send: collHostSetHeader

@@ -146,14 +146,48 @@ struct Run {
         return true;
       }
       if (!now.done()) return moved;
+      if (now.op.compares && !now.mismatched) {
+        now.error = compare_parts(now.op.recv, work.comm->size, work.comm->rank);
+        now.mismatched = static_cast<bool>(now.error);
+      }
       now.op.record_end(now.error.code);
       ++work.next;
       if (now.mismatched) {
         keep(now.error, now.op);
+        drop_transfers(now.error.code);
         work.next = work.collective_count;  // all ranks leave out the rest, so that they agree on what comes next
+      } else if (now.op.compares) {
+        copy_local();
       }
     }
     return moved;
+  }
+
+  // Copy what this rank sends to itself behind the collectives that have ended.
+  void copy_local() {
+    for (Work::Local& each : work.local) {
+      if (each.after != work.next) continue;
+      each.send.record_start();
+      each.receive.record_start();
+      if (each.send.bytes()) memmove(each.receive.recv, each.send.send, each.send.bytes());
+      each.send.record_end(ncclSuccess);
+      each.receive.record_end(ncclSuccess);
+    }
+  }
+
+  // Drop the transfers of a comparison that has failed, or that is left out.
+  void drop_transfers(ncclResult_t code) {
+    for (Transfer& each : work.transfers) {
+      if (each.after < work.next || each.done()) continue;
+      each.drop();
+      each.op.record_end(code);
+      --open;
+    }
+    for (Work::Local& each : work.local) {
+      if (each.after < work.next) continue;
+      each.send.record_end(code);
+      each.receive.record_end(code);
+    }
   }
 
   // No transfer ends before both sides have announced it. So a peer that is out when this side comes
@@ -178,6 +212,10 @@ struct Run {
       }
       char& taken = busy[2 * static_cast<size_t>(t.op.root) + (t.op.kind == CollKind::Send)];
       if (taken) continue;  // an earlier one of the same pair and direction goes first
+      if (t.after > work.next) {
+        taken = 1;
+        continue;
+      }
       if (!t.begun) {
         if (peer_is_out(t.op.root)) return true;
         t.begin();
@@ -360,19 +398,13 @@ Error run_all(Run* runs, size_t count) {
     if (!broken && w.comm->revoke_flag.load())
       broken = make_error(collHostErrorAborted, "the communicator was revoked by this rank");
     if (broken) {
-      run.keep(broken, !w.collective_count && w.transfers.empty() ? w.local.front().first : run.current());
+      run.keep(broken, !w.collective_count && w.transfers.empty() ? w.local.front().send : run.current());
       run.finished = true;
       // The peers count on an operation that this rank has left out.
       if (broken.kind == collHostErrorInterrupted) w.comm->break_with(run.error, kFailed);
       continue;
     }
-    for (auto& pair : w.local) {
-      pair.first.record_start();
-      pair.second.record_start();
-      if (pair.first.bytes()) memmove(pair.second.recv, pair.first.send, pair.first.bytes());
-      pair.first.record_end(ncclSuccess);
-      pair.second.record_end(ncclSuccess);
-    }
+    run.copy_local();
   }
 
   return move_until_done(runs, count, spin, false);

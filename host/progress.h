@@ -5,7 +5,6 @@
 #include <stdint.h>
 
 #include <functional>
-#include <utility>
 #include <vector>
 
 #include "collective.h"
@@ -24,7 +23,8 @@ struct Work {
   size_t collective_count = 0;
   std::vector<Collective> stored;
   std::vector<Transfer> transfers;       // run side by side, in order for each peer and direction
-  std::vector<std::pair<Op, Op>> local;  // sends to oneself with their receives
+  struct Local { Op send, receive; size_t after; };  // as in Transfer
+  std::vector<Local> local;              // sends to oneself with their receives
   size_t next = 0;
 };
 

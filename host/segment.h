@@ -46,6 +46,7 @@ struct CallRecord {
   uint64_t count;
   uint64_t step;  // of collHostCommSetStep
   int32_t kind, datatype, wire, op, root;
+  int32_t compares;
   char op_label[24], type_label[24];  // of collHostLabel
 };
 

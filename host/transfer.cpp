@@ -115,4 +115,38 @@ bool Transfer::move_chunks() {
   return moved_any;
 }
 
+Error compare_parts(const void* records, int size, int rank) {
+  constexpr size_t kMostLines = 8;
+  auto record = [&](int r) { return static_cast<const char*>(records) + static_cast<size_t>(r) * COLL_HOST_PARTS_BYTES(size); };
+  auto elements = [&](int r, int peer, bool received) {
+    uint64_t count;
+    memcpy(&count, record(r) + COLL_HOST_REFUSAL_BYTES + sizeof count * (2 * static_cast<size_t>(peer) + received), sizeof count);
+    return static_cast<unsigned long long>(count);
+  };
+  std::vector<std::string> refusals, lines;
+  std::vector<char> differs(static_cast<size_t>(size), 0);
+  for (int r = 0; r < size; ++r) {
+    if (!*record(r)) continue;
+    differs[static_cast<size_t>(r)] = 1;
+    refusals.push_back(format("rank %d takes no part, since it raised: %.*s", r, COLL_HOST_REFUSAL_BYTES - 1, record(r)));
+  }
+  for (int r = 0; r < size && refusals.empty(); ++r) {
+    for (int peer = 0; peer < size; ++peer) {
+      if (elements(r, peer, false) == elements(peer, r, true)) continue;
+      differs[static_cast<size_t>(r)] = differs[static_cast<size_t>(peer)] = 1;
+      lines.push_back(format("rank %d sends %llu to rank %d, which expects %llu", r, elements(r, peer, false), peer,
+                             elements(peer, r, true)));
+    }
+  }
+  if (refusals.empty() && lines.empty()) return Error();
+  std::string text = refusals.empty() ? "what the ranks send and what they expect differ, in elements:" : "";
+  if (!refusals.empty()) lines = std::move(refusals);
+  for (size_t i = 0; i < std::min(lines.size(), kMostLines); ++i) text += (text.empty() ? "" : "\n  ") + lines[i];
+  if (lines.size() > kMostLines) text += format("\n  and %zu more", lines.size() - kMostLines);
+  Error error = make_error(collHostErrorMismatch, std::move(text));
+  for (int r = 0; r < size; ++r)
+    if (r != rank && differs[static_cast<size_t>(r)]) error.peers.push_back(r);
+  return error;
+}
+
 }  // namespace coll

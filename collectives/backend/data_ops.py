@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..comm.parts import compare_parts, refusing
 from .launching import Launching, make_options
 from .tensors import as_dense, gather_buffer, join, run_all, single, store_back
 from .work import completed_work
@@ -60,12 +61,14 @@ class DataOps(Launching):
         if len({each.numel() for each in outs}) == 1:
             flat, store = gather_buffer(outs)
             return self._launch(opts, outs, lambda a: comm.all_gather(flat, data, async_op=a), store)
-        arrays = [as_dense(each) for each in outs]
-        with torch.no_grad():
+        kind, arrays = "uneven all_gather", [as_dense(each) for each in outs]
+        with refusing(comm, kind, data.dtype), torch.no_grad():
             arrays[self._rank].copy_(data.view(arrays[self._rank].shape))
+        sends, receives = [data.numel()] * self._size, [each.numel() for each in arrays]
 
         def launch(asynchronous):
-            return [comm.broadcast(each, root, async_op=asynchronous) for root, each in enumerate(arrays)]
+            compared = compare_parts(comm, kind, data, sends, receives, asynchronous)
+            return compared + [comm.broadcast(each, root, async_op=asynchronous) for root, each in enumerate(arrays)]
 
         finish = run_all(map(store_back, outs, arrays))
         return self._launch_grouped(comm, opts, outs, launch, finish)
@@ -125,12 +128,5 @@ class DataOps(Launching):
         outs, inps = self._parts(outputs, "all_to_all"), self._parts(inputs, "all_to_all")
         comm = self.communicator(inps[0].device)
         targets, data = [as_dense(each) for each in outs], [as_dense(each) for each in inps]
-
-        def launch(asynchronous):
-            works = []
-            for peer in range(self._size):
-                works.append(comm.send(data[peer], peer, async_op=asynchronous))
-                works.append(comm.recv(targets[peer], peer, async_op=asynchronous))
-            return works
-
-        return self._launch_grouped(comm, opts, outs, launch, run_all(map(store_back, outs, targets)))
+        finish = run_all(map(store_back, outs, targets))
+        return self._launch(opts, outs, lambda a: comm.all_to_all(targets, data, async_op=a), finish)

@@ -66,10 +66,12 @@ def install_for_groups() -> None:
     """Make the changes that only a program with a group of this backend needs.
 
     ``_set_pg_timeout`` works on these groups. Blocking ``send`` and ``recv`` are faster on them, and
-    DistributedDataParallel's buckets on the host are allocated in memory that the ranks share.
-    torch.compile leaves the collectives of objects to the eager program, on any backend.
+    DistributedDataParallel's buckets on the host are allocated in memory that the ranks share. Its
+    built-in hook FP16_COMPRESS is torch's hook in Python. torch.compile leaves the collectives of
+    objects to the eager program, on any backend.
     """
     _share_buckets()
+    _replace_fp16_hook()
     c10d, set_timeout = dist.distributed_c10d, group_timeout_setter()
     for name in _OF_OBJECTS:  # torch.compile fails on what they look up of a group, on every backend
         untraced(getattr(c10d, name))
@@ -108,6 +110,24 @@ def _share_buckets() -> None:
     patch_attribute(
         DistributedDataParallel, "_ddp_init_helper", _ddp_init_helper,
         "torch asks a group for buckets' memory only by its C++ class Backend, and has malloc allocate them",
+    )  # fmt: skip
+
+
+def _replace_fp16_hook() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    register = DistributedDataParallel._register_builtin_comm_hook
+
+    @untraced
+    @functools.wraps(register)
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        if comm_hook_type != dist.BuiltinCommHookType.FP16_COMPRESS or _find_backend(self.process_group) is None:
+            return register(self, comm_hook_type)
+        return self.register_comm_hook(self.process_group, fp16_compress_hook)
+
+    patch_attribute(
+        DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook,
+        "torch's hook in C++ takes futures of C++ alone; its hook in Python computes the same",
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ..comm.liveness import RankExits, publish_process
 from ..comm.mem_pool import use_mem_pool
 from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
+from ..rendezvous.group_life import begin_life
 from ..rendezvous.process_groups import open_over_store, register_group_backend, unregister_group_backend
 from ..torch_compat import c10d_backend, untraced
 from .barriers import Barriers
@@ -48,8 +49,8 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
     ranks in the default group; `devices`: the device types that it serves; `config`: of its
     communicators.
 
-    The CPU's communicator is opened by the constructor, which blocks until all ranks have come; a
-    GPU's at its first use, or at once where ``init_process_group`` has a `device_id`.
+    The constructor blocks until all ranks have come, and opens the CPU's communicator; a GPU's is
+    opened at its first use, or at once where ``init_process_group`` has a `device_id`.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         config: CommConfig | None = None,
     ):  # fmt: skip
         super().__init__(rank, size)
-        self._store, self._rank, self._size, self._name, self._desc = store, rank, size, name, "undefined"
+        self._rank, self._size, self._name, self._desc = rank, size, name, "undefined"
         self._global_ranks = list(global_ranks) or list(range(size))
         self._device_names = tuple(devices)
         self._timeout = timeout.total_seconds()
+        self._store = begin_life(store, rank, size, self._timeout, f"to create process group {name!r}")
         self._config = config or CommConfig()
         self._options = c10d_backend().Options("collectives", timeout)
         self._comms: dict[torch.device, Communicator] = {}
@@ -76,11 +78,8 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         register_group_backend(name, self)
         if "cpu" in devices:
             self.communicator(_CPU)
-        # A store may outlive a group: the keys of its sends and receives are of one life of the group.
-        life = store.add(f"collectives/lives/{rank}", 1)
-        self._life_store = dist.PrefixStore(f"life/{life}", store)
-        self._meeting = Meeting(self._life_store, rank, RankExits(store, range(size)))
-        self._channels = Channels(rank, size, self._connect, self._meeting, self._life_store, self._timeout)
+        self._meeting = Meeting(self._store, rank, RankExits(self._store, range(size)))
+        self._channels = Channels(rank, size, self._connect, self._meeting, self._store, self._timeout)
 
     # ---- Communicators.
 
@@ -125,7 +124,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._meeting.wait(destination if source == self._rank else source, name)
         try:
             return open_over_store(
-                self._life_store, name, ranks.index(self._rank), 2, device, self._timeout,
+                self._store, name, ranks.index(self._rank), 2, device, self._timeout,
                 f"to send from rank 0 to rank 1 of process group {self._name!r}", self._meeting.exits_of(ranks),
                 self._config, agrees=False,
             )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..comm.parts import compare_parts, refusing
 from ..errors import InvalidArgument
 from . import sparse
 from .launching import Launching, make_options
@@ -132,12 +133,20 @@ class ReductionOps(Launching):
             return self.reduce_scatter_single(out, join(parts), opts)
         comm = self.communicator(out.device)
         reduction = parse_reduction(opts.reduceOp, out.dtype, "reduce_scatter", self._rank)
-        if reduction.bitwise is not None:
-            raise InvalidArgument("bitwise reductions take parts of one size", op="reduce_scatter", rank=self._rank)
+        kind, own = "uneven reduce_scatter", parts[self._rank]
+        with refusing(comm, kind, out.dtype):
+            if reduction.bitwise is not None:
+                raise InvalidArgument("bitwise reductions take parts of one size", op="reduce_scatter", rank=self._rank)
+            if own.numel() != out.numel():
+                text = f"part {self._rank} of the inputs has {own.numel()} elements, and the output {out.numel()}"
+                raise InvalidArgument(text, op="reduce_scatter", rank=self._rank)
         copies = [as_dense(each).detach().clone() for each in parts]
         arrays = copies if reduction.view_as is None else [reduction.view_as(each) for each in copies]
+        sends, receives = [each.numel() for each in parts], [out.numel()] * self._size
 
         def launch(asynchronous):
-            return [comm.reduce(each, root, reduction.op, async_op=asynchronous) for root, each in enumerate(arrays)]
+            compared = compare_parts(comm, kind, copies[0], sends, receives, asynchronous)
+            reduced = [comm.reduce(each, root, reduction.op, async_op=asynchronous) for root, each in enumerate(arrays)]
+            return compared + reduced
 
         return self._launch_grouped(comm, opts, [out], launch, store_back(out, copies[self._rank]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..comm.agree import verify_same
 from ..errors import InvalidArgument
 from .work import completed_work
 
@@ -14,7 +15,8 @@ __all__ = ["all_reduce"]
 def all_reduce(comm, tensor: torch.Tensor, op):
     """Sum a sparse COO tensor over all ranks, in place. Blocks until it is done.
 
-    The ranks' indices may differ. The result is coalesced, with the union of all indices.
+    The ranks' indices may differ. The result is coalesced, with the union of all indices. Raises
+    `Mismatch` on all ranks where shapes, dtypes or reductions differ.
     """
     kind = getattr(op, "op", op)
     if tensor.layout is not torch.sparse_coo or kind not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -23,6 +25,12 @@ def all_reduce(comm, tensor: torch.Tensor, op):
             f"{kind}",
             op="all_reduce", rank=comm.rank,
         )  # fmt: skip
+    verify_same(
+        comm, "the ranks' sparse tensors can't be reduced together", {
+            "shape": tuple(tensor.shape), "dtype": tensor.dtype, "dense_dim": tensor.dense_dim(),
+            "op": "AVG" if kind == dist.ReduceOp.AVG else "SUM",
+        }, op="all_reduce",
+    )  # fmt: skip
     mine = tensor.detach().coalesce()
     counts = torch.zeros(comm.size, dtype=torch.int64, device=tensor.device)
     counts[comm.rank] = mine._nnz()

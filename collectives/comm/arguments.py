@@ -14,7 +14,6 @@ from ..errors import InvalidArgument
 from ..torch_compat import cuda_current_raw_stream
 
 __all__ = [
-    "check_overlap",
     "check_premul_scalar",
     "check_same_dtype",
     "check_size",
@@ -219,17 +218,6 @@ def check_size(comm, large: Buffer, small: Buffer, size: int, name: str, large_i
             f"{size} (ranks) x {small.count} = {small.count * size}"
         )
         raise invalid(comm, name, text)
-
-
-def check_overlap(comm, large: Buffer, small: Buffer, name: str, index: int | None, form: str) -> None:
-    """Refuse arrays that share memory, unless `small` is part `index` of `large`.
-
-    `index` None: the operation has no form in place.
-    """
-    if not small.nbytes or not large.overlaps(small.ptr, small.nbytes) or not large.nbytes:
-        return
-    if index is None or small.ptr != large.ptr + index * small.nbytes:
-        raise invalid(comm, name, f"out and inp overlap; {form}")
 
 
 def stats_address(comm, share, reduced: Buffer, name: str) -> int:

@@ -52,7 +52,8 @@ class Communicator(CommMemory):
     until all ranks have come. `collectives.init()` makes one from the launcher's variables.
 
     Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays (NCCL), contiguous and on
-    the communicator's device; they are used in place, never copied, and autograd doesn't record it.
+    the communicator's device; they are used where they lie, and autograd doesn't record it. An input
+    that shares memory with an output, otherwise than in place, is copied first.
     On the host a call blocks until the operation is done; on CUDA it is ordered on torch's current
     stream, or on `stream`. With ``async_op=True`` it returns a `Work`.
 
@@ -204,7 +205,7 @@ class Communicator(CommMemory):
 
         `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its
         number, then summed) or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. `out`:
-        of the same size and dtype, apart from `array`, which is not changed. C: ncclAllReduce.
+        of the same size and dtype; `array` is not changed then. C: ncclAllReduce.
 
         `share`: 2 float64, to which the pass over the data adds this rank's share of the result's
         [sum of squares, count of non-finite elements] when it has succeeded: the shares of all
@@ -340,11 +341,14 @@ class Communicator(CommMemory):
     ) -> Work | None:
         """Send part r of `inp` to rank r, and receive rank r's into part r of `out`.
 
-        Takes any dtype; never in place. Without split sizes the parts are equal, in elements. The
-        split sizes are rows along dimension 0, one for each rank, as in
-        ``torch.distributed.all_to_all_single``; if only one list is passed, the other side is split
-        evenly. C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL
-        before 2.28.3.
+        Takes any dtype. Without split sizes the parts are equal, in elements. The split sizes are
+        rows along dimension 0, one for each rank, as in ``torch.distributed.all_to_all_single``; if
+        only one list is passed, the other side is split evenly. `out` and `inp` may also be lists of
+        one array for each rank, of one dtype. Where the parts that one rank sends and another one
+        expects differ, all ranks raise `Mismatch`; where the arguments of one rank contradict each
+        other, it raises `InvalidArgument` once the others have come, which get its error (NCCL: with
+        COLLECTIVES_CHECK=1). C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and
+        for NCCL before 2.28.3.
         """
         return operations.all_to_all(self, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
 
@@ -469,9 +473,9 @@ class Communicator(CommMemory):
         `abort`: abort what is in flight first, as it must be where an excluded rank died. `config`:
         as in `split`, but not compared. C: ncclCommShrink (NCCL 2.27).
 
-        Blocks until the others have called it, on the host at most for the shorter of `timeout` and
-        the time limit of `init()`. Errors are as in `split`; after one, `shrink` can be called again
-        by all ranks that are left, with a longer `exclude` where others have died.
+        Blocks until the others have called it, on the host at most for `timeout`. Errors are as in
+        `split`; after one, `shrink` can be called again by all ranks that are left, with a longer
+        `exclude` where others have died.
         """
         return _open_child(self, *opening.shrink(self, exclude, abort, config))
 

@@ -9,6 +9,8 @@ So they are numbers of a fixed size, and not `agree`'s JSON.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .._nccl import DTYPES, OPS
@@ -17,6 +19,7 @@ from ..errors import Mismatch
 from .algorithms.schedule import ALGORITHMS
 from .algorithms.schedule import OPS as ALGORITHM_OPS
 from .arguments import stream_handle
+from .engine import get_engine
 
 __all__ = ["KINDS", "PREMUL", "check_calls", "compare", "describe", "fingerprint_of"]
 
@@ -28,7 +31,9 @@ KINDS = (
     "broadcast",
     "reduce",
     "all_to_all",
-    "all_to_all with split sizes",
+    "all_to_all with splits",
+    "uneven all_gather",
+    "uneven reduce_scatter",
     "gather",
     "scatter",
     "barrier",
@@ -47,11 +52,14 @@ def fingerprint_of(
     return KINDS.index(kind), dtype, count, op, root
 
 
-def check_calls(comm, fingerprints: list[tuple[int, ...]], grouped: bool = False) -> None:
+def check_calls(
+    comm, fingerprints: list[tuple[int, ...]], grouped: bool = False, records: Sequence[torch.Tensor] = ()
+) -> None:
     """Raise `Mismatch` on every rank unless a communicator's ranks make the same calls.
 
     With COLLECTIVES_CHECK only; blocks until all have come. `grouped`: they are a group's, whose
-    number of calls is compared first, since lists of different lengths can't be gathered.
+    number of calls is compared first, since lists of different lengths can't be gathered;
+    `records`: of those that are compared by parts, see `parts`.
     """
     if not (comm._checks_calls and fingerprints):
         return
@@ -60,6 +68,12 @@ def check_calls(comm, fingerprints: list[tuple[int, ...]], grouped: bool = False
         if grouped:
             _gather_and_compare(comm, [fingerprint_of("group", count=len(fingerprints))], stream)
         _gather_and_compare(comm, fingerprints, stream)
+        for record in records:
+            own = record.to(comm.device)
+            gathered = torch.empty((comm.size, record.numel()), dtype=torch.uint8, device=comm.device)
+            comm._native.all_gather(own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPES["uint8"], stream)
+            table = gathered.cpu()
+            get_engine("host").library.check_parts(table.data_ptr(), comm.size, comm.rank)
 
 
 def _gather_and_compare(comm, fingerprints, stream):

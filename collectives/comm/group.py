@@ -21,7 +21,7 @@ class Call:
 
     `steps`: pairs of a method of the binding and its arguments without the stream; `scalar`:
     (value, dtype code) of a premultiplied sum, or None; `label`: the dtype's name where the arrays
-    travel as bytes, or None.
+    travel as bytes, or None; `record`: what it sends and receives, for COLLECTIVES_CHECK, or None.
     """
 
     comm: Any
@@ -34,6 +34,7 @@ class Call:
     stream: int = 0
     work: Work | None = None
     label: str | None = None
+    record: Any = None
 
 
 _OP = 4  # position of the op among a reduction's arguments
@@ -144,7 +145,8 @@ class Group(GroupCalls):
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
             fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
-            check_calls(comm, fingerprints, grouped=True)
+            records = [call.record for call in calls if call.comm is comm and call.record is not None]
+            check_calls(comm, fingerprints, True, records)
         if calls[0].work is None:
             with self._comm._device_guard():
                 issue(calls, [call.stream for call in calls])

@@ -15,11 +15,11 @@ __all__ = ["launch"]
 
 def launch(
     comm, name: str, steps, held: tuple, result, nbytes: int, fingerprint, async_op: bool, stream, scalar=None,
-    label=None,
+    label=None, record=None,
 ) -> Work | None:  # fmt: skip
     """Launch an operation of a communicator whose arguments are valid.
 
-    `steps`, `scalar`, `label`: as in `Call`; `held`: the arrays to keep alive; `result`: what
+    `steps`, `scalar`, `label`, `record`: as in `Call`; `held`: the arrays to keep alive; `result`: what
     `Work.result` returns; `fingerprint`: for COLLECTIVES_CHECK, or a false value; `stream`: as the
     caller passed it.
     """
@@ -32,9 +32,9 @@ def launch(
         if async_op and stream is not None:
             raise invalid(comm, name, "in a group, async_op=True takes the communicator's own stream: leave out stream")
         work = Work(name, nbytes, result) if async_op else None
-        return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label))
+        return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label, record))
     if fingerprint:
-        check_calls(comm, [fingerprint])
+        check_calls(comm, [fingerprint], records=() if record is None else [record])
     call = None
     if len(steps) > 1 or scalar is not None or label is not None:
         call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label)

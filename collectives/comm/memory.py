@@ -27,6 +27,7 @@ __all__ = [
     "allocation_of",
     "free_dropped",
     "is_window_memory",
+    "raw_cuda_memory",
     "storage_of",
 ]
 
@@ -62,6 +63,11 @@ class _CudaArray:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "strides": None, "version": 3,
         }  # fmt: skip
+
+
+def raw_cuda_memory(ptr: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return CUDA memory as a tensor of bytes, which doesn't keep it alive."""
+    return torch.as_tensor(_CudaArray(ptr, nbytes), device=device)
 
 
 class _SharedBlock:

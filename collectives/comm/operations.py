@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from threading import get_ident
 
-from ..arrays import Buffer
-from ..errors import InvalidUsage
+from ..arrays import ITEMSIZE, Buffer, kind_of
+from ..errors import InvalidArgument, InvalidUsage
 from .algorithms.executor import run_algorithm
 from .algorithms.selection import select_algorithm
 from .arguments import (
-    check_overlap,
     check_same_dtype,
     check_size,
     invalid,
@@ -28,7 +27,9 @@ from .arguments import (
 from .fingerprint import PREMUL, fingerprint_of
 from .group import open_groups
 from .launch import launch
-from .steps import all_to_all_steps, gather_or_scatter_steps
+from .overlap import raw_bytes, separate
+from .parts import compares_parts, comparison, refuse_call
+from .steps import all_to_all_steps, gather_or_scatter_steps, split_array
 from .work import Work
 
 __all__ = [
@@ -55,8 +56,8 @@ def all_reduce(comm, array, op, async_op: bool, algorithm, stream, share, out) -
     else:
         dst, src = read_pair(comm, out, array, name)
         check_size(comm, dst, src, 1, name, "out", "the array")
-        check_overlap(comm, dst, src, name, None, "leave out `out` for the form in place")
-        held = (out, array)
+        src, copies = separate(comm, dst, src, dst.ptr, stream)
+        held = (out, array, *copies)
     return _reduce_over_all(comm, name, dst, src, held, op, async_op, algorithm, stream, share)
 
 
@@ -65,8 +66,8 @@ def reduce_scatter(comm, out, inp, op, async_op: bool, algorithm, stream, share)
     name = "reduce_scatter"
     dst, src = read_pair(comm, out, inp, name)
     check_size(comm, src, dst, comm.size, name, "inp", "out")
-    check_overlap(comm, src, dst, name, comm.rank, "the only form in place is out == part `rank` of inp")
-    return _reduce_over_all(comm, name, dst, src, (out, inp), op, async_op, algorithm, stream, share)
+    src, copies = separate(comm, dst, src, dst.ptr - comm.rank * dst.nbytes, stream)
+    return _reduce_over_all(comm, name, dst, src, (out, inp, *copies), op, async_op, algorithm, stream, share)
 
 
 def _reduce_over_all(
@@ -86,7 +87,7 @@ def _reduce_over_all(
         selected = select_algorithm(comm, name, algorithm, code)
         if selected != "native":
             if name == "all_reduce" and dst is not src:  # the other algorithms reduce in place
-                held[0][...] = held[1]
+                raw_bytes(comm, dst).copy_(raw_bytes(comm, src))
                 src = dst
             return run_algorithm(comm, selected, name, dst, src, held, code, scalar, async_op, stream)
     steps = ((name, (src.ptr, dst.ptr, dst.count, dst.code, code)),)
@@ -132,14 +133,15 @@ def all_gather(comm, out, inp, async_op: bool, algorithm, stream) -> Work | None
     name = "all_gather"
     dst, src = read_pair(comm, out, inp, name)
     check_size(comm, dst, src, comm.size, name, "out", "inp")
-    check_overlap(comm, dst, src, name, comm.rank, "the only form in place is inp == part `rank` of out")
+    src, copies = separate(comm, dst, src, dst.ptr + comm.rank * src.nbytes, stream)
+    held = (out, inp, *copies)
     if algorithm is not None:
         selected = select_algorithm(comm, name, algorithm)
         if selected != "native":
-            return run_algorithm(comm, selected, name, dst, src, (out, inp), 0, None, async_op, stream)
+            return run_algorithm(comm, selected, name, dst, src, held, 0, None, async_op, stream)
     steps = ((name, (src.ptr, dst.ptr, src.units, src.code)),)
     fingerprint = comm._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units)
-    return launch(comm, name, steps, (out, inp), out, dst.nbytes, fingerprint, async_op, stream, label=src.label)
+    return launch(comm, name, steps, held, out, dst.nbytes, fingerprint, async_op, stream, label=src.label)
 
 
 def broadcast(comm, array, root, async_op: bool, stream) -> Work | None:
@@ -155,15 +157,68 @@ def broadcast(comm, array, root, async_op: bool, stream) -> Work | None:
 def all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, async_op: bool, stream) -> Work | None:
     """Send part r of `inp` to rank r, and receive rank r's into part r of `out`."""
     name = "all_to_all"
+    if isinstance(inp, list | tuple) or output_split_sizes is not None or input_split_sizes is not None:
+        return _uneven_all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
     dst, src = read_pair(comm, out, inp, name)
-    check_overlap(comm, dst, src, name, None, "all_to_all has no form in place")
-    if output_split_sizes is None and input_split_sizes is None:
-        steps, fingerprint = _even_all_to_all(comm, dst, src)
-    else:
-        sends, receives = parse_row_splits(comm, out, dst, output_split_sizes, inp, src, input_split_sizes)
-        steps = all_to_all_steps(dst, src, sends, receives)
-        fingerprint = comm._checks_calls and fingerprint_of("all_to_all with split sizes", dtype=src.tag)
-    return launch(comm, name, steps, (out, inp), out, src.nbytes, fingerprint, async_op, stream, label=src.label)
+    src, copies = separate(comm, dst, src, None, stream)
+    steps, fingerprint = _even_all_to_all(comm, dst, src)
+    held = (out, inp, *copies)
+    return launch(comm, name, steps, held, out, src.nbytes, fingerprint, async_op, stream, label=src.label)
+
+
+def _uneven_all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, async_op: bool, stream) -> Work | None:
+    """Launch an all_to_all of parts of any size: rows of arrays, or lists of arrays."""
+    kind, in_lists = "all_to_all with splits", isinstance(inp, list | tuple)
+    try:
+        if in_lists:
+            buffer, sends, receives, copies = _read_lists(comm, out, inp, output_split_sizes, input_split_sizes, stream)
+        else:
+            dst, src = read_pair(comm, out, inp, "all_to_all")
+            sent, received = parse_row_splits(comm, out, dst, output_split_sizes, inp, src, input_split_sizes)
+            src, copies = separate(comm, dst, src, None, stream)
+            buffer, sends, receives = src if src.count else dst, split_array(src, sent), split_array(dst, received)
+    except InvalidArgument as error:
+        refuse_call(comm, kind, getattr(inp[0] if in_lists and inp else inp, "dtype", ""), error)
+        raise
+    steps, held, record = all_to_all_steps(buffer.code, sends, receives, comm._on_host and comm.size > 1), copies, None
+    if compares_parts(comm):
+        width = buffer.units // buffer.count if buffer.count else 1  # units of an element
+        elements = [[units // width for _, units in each] for each in (sends, receives)]
+        first, compared, record = comparison(comm, kind, buffer, *elements, len(steps))
+        steps, held = first + steps, (*copies, *compared)
+    fingerprint = comm._checks_calls and fingerprint_of(kind, dtype=buffer.tag)
+    held = (*out, *inp, *held) if in_lists else (out, inp, *held)
+    nbytes = sum(units for _, units in sends) * ITEMSIZE[buffer.code]
+    return launch(
+        comm, "all_to_all", steps, held, out, nbytes, fingerprint, async_op, stream, label=buffer.label, record=record
+    )
+
+
+def _read_lists(comm, outs, inps, output_split_sizes, input_split_sizes, stream):
+    """Read the lists of an all_to_all: one of its arrays, (address, units) of each part, copies to hold."""
+    name, size = "all_to_all", comm.size
+    if output_split_sizes is not None or input_split_sizes is not None:
+        raise invalid(comm, name, "lists are parts already: leave out the split sizes")
+    for each, what in ((inps, "inp"), (outs, "out")):
+        is_list = isinstance(each, list | tuple)
+        if not is_list or len(each) != size:
+            found = f"list of {len(each)}" if is_list else kind_of(each)
+            raise invalid(comm, name, f"{what} must be an array, or a list of {size} arrays, one a rank, not {found}")
+    read = [read_pair(comm, out, inp, name) for out, inp in zip(outs, inps, strict=True)]
+    buffer = next((each for pair in read for each in pair if each.count), read[0][0])
+    for pair in read:
+        check_same_dtype(comm, pair[0], buffer, name)
+    own_out, own_inp = read[comm.rank]
+    if own_out.count != own_inp.count:
+        text = f"rank {comm.rank} sends {own_inp.count} elements to itself and receives {own_out.count}"
+        raise invalid(comm, name, text)
+    sends, copies = [], []
+    for _, inp in read:
+        for out, _ in read:
+            inp, copy = separate(comm, out, inp, None, stream)
+            copies += copy
+        sends.append((inp.ptr, inp.units))
+    return buffer, sends, [(out.ptr, out.units) for out, _ in read], tuple(copies)
 
 
 def _even_all_to_all(comm, dst: Buffer, src: Buffer):
@@ -177,7 +232,8 @@ def _even_all_to_all(comm, dst: Buffer, src: Buffer):
     fingerprint = comm._checks_calls and fingerprint_of(name, dtype=src.tag, count=units)
     if comm.engine.library.has("ncclAlltoAll"):
         return ((name, (src.ptr, dst.ptr, units, src.code)),), fingerprint
-    return all_to_all_steps(dst, src, [units] * size, [units] * size), fingerprint
+    parts = [split_array(each, [units] * size) for each in (src, dst)]
+    return all_to_all_steps(dst.code, *parts), fingerprint
 
 
 def gather_or_scatter(comm, name: str, out, inp, root, async_op: bool, stream) -> Work | None:
@@ -188,14 +244,17 @@ def gather_or_scatter(comm, name: str, out, inp, root, async_op: bool, stream) -
     array, part_is, whole_is = (inp, "inp", "out") if gathers else (out, "out", "inp")
     part = comm._reader.read(array, name, writes=not gathers, what=part_is)
     whole = read_on_root(comm, out if gathers else inp, root, name, whole_is, writes=gathers)
+    copies = ()
     if whole is not None:
         check_same_dtype(comm, *((whole, part) if gathers else (part, whole)), name)
         check_size(comm, whole, part, comm.size, name, whole_is, part_is)
-        form = f"the only form in place is {part_is} == part `root` of {whole_is}"
-        check_overlap(comm, whole, part, name, root, form)
+        if gathers:
+            part, copies = separate(comm, whole, part, whole.ptr + root * part.nbytes, stream)
+        else:
+            whole, copies = separate(comm, part, whole, part.ptr - root * part.nbytes, stream)
     steps = gather_or_scatter_steps(comm.engine.library, name, whole, part, root, comm.size)
     fingerprint = comm._checks_calls and fingerprint_of(name, dtype=part.tag, count=part.units, root=root)
-    held = tuple(each for each in (out, inp) if each is not None)
+    held = (*(each for each in (out, inp) if each is not None), *copies)
     return launch(comm, name, steps, held, out, part.nbytes, fingerprint, async_op, stream, label=part.label)
 
 

@@ -1,26 +1,34 @@
-"""Steps of the operations that older libraries carry out as sends and receives in one group.
+"""Steps of the operations that are carried out as sends and receives in one group.
 
-A step is a pair of a method of the binding and its arguments without the stream. `out`, `inp`: the
-arrays' `Buffer`.
+A step is a pair of a method of the binding and its arguments without the stream.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from ..arrays import ITEMSIZE, Buffer
 
-__all__ = ["all_to_all_steps", "gather_or_scatter_steps"]
+__all__ = ["all_to_all_steps", "gather_or_scatter_steps", "split_array"]
 
 
-def all_to_all_steps(out: Buffer, inp: Buffer, send_units: list[int], recv_units: list[int]) -> list:
-    """Send and receive so many units to and from each rank."""
+def split_array(buffer: Buffer, units: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (address, units) of an array's parts, which lie one behind the other."""
+    starts = itertools.accumulate(units, initial=0)
+    return [(buffer.ptr + start * ITEMSIZE[buffer.code], count) for start, count in zip(starts, units, strict=False)]
+
+
+def all_to_all_steps(code: int, sends: Sequence[tuple], receives: Sequence[tuple], skip_empty=False) -> list:
+    """Send and receive one part to and from each rank, given as pairs of an address and units of `code`.
+
+    `skip_empty`: leave out empty ones, as may be done where the ranks have compared them.
+    """
     steps = []
-    itemsize = ITEMSIZE[inp.code]
-    sent = received = 0
-    for peer, (send, recv) in enumerate(zip(send_units, recv_units, strict=True)):
-        steps.append(("send", (inp.ptr + sent * itemsize, send, inp.code, peer)))
-        steps.append(("recv", (out.ptr + received * itemsize, recv, out.code, peer)))
-        sent += send
-        received += recv
+    for peer, (send, receive) in enumerate(zip(sends, receives, strict=True)):
+        for name, (address, units) in (("send", send), ("recv", receive)):
+            if units or not skip_empty:
+                steps.append((name, (address, units, code, peer)))
     return steps
 
 

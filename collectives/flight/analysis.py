@@ -1,5 +1,5 @@
-"""Analysis of a job's flight recorder files: who died, who did not come, who called something else,
-who is slow.
+"""Analysis of a job's flight recorder files: who died, who was late, who did not come, who called
+something else, who is slow.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..comm.liveness import this_process
 from ..comm.waiting import format_ranks
@@ -21,13 +21,15 @@ _SLOW_WINDOW = 24  # operations
 _SLOW_LEAST = 8
 _SLOW_GAP = 3
 _STOPPED = "T"
+_OF_ABSENCE = ("RemoteError", "CollectiveTimeout")  # errors that name ranks which did not come
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that went wrong.
 
-    ``kind``: "died", "missing", "different", "error", "stopped", "slow", "apart" or "no file";
+    ``kind``: "died", "late", "missing", "different", "error", "stopped", "slow", "apart", "no file" or
+    "ended", of a rank that is not the cause;
     ``communicator``: its name; ``ranks``: whom it is about, by that communicator's numbers;
     ``text``: in words; ``at``: when, ns of the time of day, None where that isn't known; ``facts``:
     further values, for programs.
@@ -52,15 +54,15 @@ def analyse(rings: Iterable[RingFile]) -> list[Finding]:
     findings = []
     for name, by_rank in sorted(groups.items()):
         findings += _analyse_comm(name, by_rank)
-    order = ["died", "stopped", "different", "missing", "error", "no file", "slow", "apart"]
+    order = ["died", "stopped", "different", "late", "missing", "error", "no file", "slow", "apart", "ended"]
     return sorted(findings, key=lambda found: (order.index(found.kind), found.at or 2**63))
 
 
 def _analyse_comm(name: str, rings: dict[int, RingFile]) -> list[Finding]:
-    died = _find_deaths(name, rings)
-    gone = {rank for found in died for rank in found.ranks}
+    ends = _find_ends(name, rings)
+    gone = {rank for found in ends if found.kind != "late" for rank in found.ranks}
     return [
-        *died,
+        *ends,
         *_find_stopped(name, rings),
         *_find_different_calls(name, rings),
         *_find_missing(name, rings, gone),
@@ -80,29 +82,65 @@ def _after(ring: RingFile) -> str:
     return f"in operation {where}" if last.pending else f"after operation {where}"
 
 
-def _find_deaths(name: str, rings: dict[int, RingFile]) -> list[Finding]:
-    """Return the ranks whose processes have ended without closing the communicator, in the order of
-    their ends.
-    """
-    accused: dict[int, int] = {}  # the first moment at which another rank named it
-    for ring in rings.values():
+@dataclass(frozen=True)
+class _Accusation:
+    """The first error in which a rank names another one: `at` in ns of the time of day, `by` whose it is."""
+
+    at: int
+    by: int
+    kind: str
+    op: str
+
+
+def _find_accusations(rings: dict[int, RingFile]) -> dict[int, _Accusation]:
+    """Return the first accusation of each rank that an error of another one names."""
+    found: dict[int, _Accusation] = {}
+    for by, ring in rings.items():
         for peer in (ring.error or {}).get("peers", ()):
-            at = ring.state_at + ring.clock
-            accused[peer] = min(at, accused.get(peer, at))
-    found = []
-    for rank, ring in rings.items():
-        if ring.state != "open" or not ring.ended_process:
-            continue
-        at = ring.last_at
-        text = f"rank {rank} (process {ring.pid} on {ring.host}) died {_after(ring)}"
-        if rank in accused:
-            text += f"; another rank noticed {max(0, accused[rank] - at) / 1e9:.2f} s after its last sign"
-        found.append(Finding("died", name, (rank,), text, at, {"pid": ring.pid, "host": ring.host}))
-    found.sort(key=lambda each: each.at)
-    if len(found) > 1:
-        first = found[0]
-        found[0] = Finding("died", name, first.ranks, first.text + "; it was the first", first.at, first.facts)
+            one = _Accusation(ring.state_at + ring.clock, by, ring.error["kind"], ring.error["op"])
+            if peer != by and (peer not in found or one.at < found[peer].at):
+                found[peer] = one
     return found
+
+
+def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
+    """Return what ended the processes of ranks that have not closed the communicator.
+
+    A rank that has got `CollectiveTimeout` was waiting for one that lived: a launcher ends it later,
+    and it was late. Where ranks have failed that wait for nobody's end, a launcher has ended the
+    others, too, and these are not the cause. The remaining ones have died, in the order of their ends.
+    """
+    accusations = _find_accusations(rings)
+    ended = {rank: ring for rank, ring in rings.items() if ring.state == "open" and ring.ended_process}
+    late = {rank for rank in ended if rank in accusations and accusations[rank].kind == "CollectiveTimeout"}
+    failed = [rank for rank, ring in rings.items() if ring.error is not None]
+    after = {rank for rank in ended if failed and getattr(accusations.get(rank), "kind", "") not in _OF_ABSENCE}
+    found, dead = [], []
+    for rank, ring in ended.items():
+        who = f"rank {rank} (process {ring.pid} on {ring.host})"
+        facts = {"pid": ring.pid, "host": ring.host}
+        if rank in late:
+            first = accusations[rank]
+            lived = ring.engine != "nccl" or ring.host == rings[first.by].host
+            text = (
+                f"{who} was {'late' if lived else 'late, or had died,'} {_after(ring)}: rank {first.by} got "
+                f"CollectiveTimeout in {first.op}, which it did not come to"
+                + ("; its process lived then, and was ended later" if lived else "; its process has ended")
+            )
+            found.append(Finding("late", name, (rank,), text, first.at, facts))
+        elif rank in after:
+            text = f"{who} was ended {_after(ring)}, when others had failed: no rank's error names it"
+            found.append(Finding("ended", name, (rank,), text, ring.last_at, facts))
+        else:
+            text = f"{who} died {_after(ring)}"
+            if rank in accusations:
+                seconds = max(0, accusations[rank].at - ring.last_at) / 1e9
+                text += f"; another rank noticed {seconds:.2f} s after its last sign"
+            dead.append(Finding("died", name, (rank,), text, ring.last_at, facts))
+    dead.sort(key=lambda each: each.at)
+    if len(dead) > 1:
+        dead[0] = replace(dead[0], text=dead[0].text + "; it was the first")
+    return dead + found
 
 
 def _find_stopped(name: str, rings: dict[int, RingFile]) -> list[Finding]:

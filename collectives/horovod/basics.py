@@ -175,9 +175,10 @@ def init(comm=None, process_sets=None) -> None:
     mpirun, srun, or a single process. ``comm``: a list of the job's ranks with which this rank
     works (all ranks call `init`, each with the list that it is in), or an mpi4py communicator;
     None: all ranks. ``process_sets``: `ProcessSet` objects to add, or "dynamic", which changes
-    nothing: process sets can always be added. Raises as `collectives.init` does, after
-    HOROVOD_GLOO_TIMEOUT_SECONDS; where that isn't set, after the timeout of torch.distributed's
-    default group, or 300 s without one.
+    nothing: process sets can always be added. HOROVOD_GLOO_TIMEOUT_SECONDS is what `timeout` is of
+    `collectives.init`: the limit of the opening, and of an operation once all ranks have submitted
+    it. Where it isn't set, that is the timeout of torch.distributed's default group; without one,
+    300 s for the opening and 1,800 s for an operation. Raises as `collectives.init` does.
     """
     global _world
     with _lock:
@@ -185,8 +186,10 @@ def init(comm=None, process_sets=None) -> None:
             return
         settings = read_settings()
         owns = job._world is None or job._world.closed
-        seconds = read_number("HOROVOD_GLOO_TIMEOUT_SECONDS", _init_seconds())
-        base = job.init(timeout=seconds)
+        name, inherited = "HOROVOD_GLOO_TIMEOUT_SECONDS", _group_timeout()
+        opening = read_number(name, _INIT_SECONDS if inherited is None else inherited)
+        named = inherited is not None or os.environ.get(name, "").strip()
+        base = job.init_with_limits(opening, opening if named else job.OPERATION_S)
         if base.rank == 0:
             log_hierarchical_variables()
         peers = list(base.peers) if base.peers else None
@@ -197,13 +200,14 @@ def init(comm=None, process_sets=None) -> None:
             base, owns = base.split(min(ranks), ranks.index(base.rank)), True
             peers = [peers[r] for r in ranks]
         keep_freed_memory()  # operations return new tensors, whose page faults would cost more than the sums
-        activate(World(base, peers, owns=owns, settings=settings, seconds=seconds or None), process_sets)
+        activate(World(base, peers, owns=owns, settings=settings, seconds=opening), process_sets)
 
 
-def _init_seconds() -> float:
+def _group_timeout() -> float | None:
+    """Return the timeout of torch.distributed's default group, None where there is none."""
     if dist.is_available() and dist.is_initialized():
         return get_group_timeout(dist.group.WORLD, torch.device("cpu"))
-    return _INIT_SECONDS
+    return None
 
 
 def activate(world: World, process_sets=None) -> None:

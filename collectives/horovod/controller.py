@@ -36,6 +36,7 @@ __all__ = ["Controller"]
 
 _cached_of = attrgetter("cached")
 # Which the other ranks get, too, so that they don't wait for this one.
+_BLOCKED_S = 1.0  # after which a wait of all threads that have submitted something is taken for one of no end
 _EVERY_RANKS_ERRORS = (Mismatch, RemoteError, CollectiveTimeout, Aborted)
 
 
@@ -64,6 +65,7 @@ class Controller:
         self._executor = Executor(comms, control)
         self._queue: deque[TensorTableEntry] = deque()
         self._names: set[str] = set()  # of entries under way
+        self._blocked: dict[int, float] = {}  # threads that wait for an operation here, and since when
         self._exchange = RequestExchange(control)
         self._sequence = 0
         self._cycle_lock = threading.Lock()  # held during a cycle
@@ -94,6 +96,7 @@ class Controller:
             self._raise_if_broken()
         if self._join_requested:
             raise ValueError("this rank has joined: it can't submit anything before all others have")
+        _submitters.add(threading.get_ident())
         if name := entry.key:
             if name in self._names:
                 raise ValueError(
@@ -130,11 +133,30 @@ class Controller:
         """Block until an entry or a `_Completion` is done."""
         if self.forked:
             self._raise_if_broken()
-        while not waited.done:
-            if self._cycle_lock.acquire(False):
-                self._drive_cycle(waited)
-            else:
-                self._wait_for_driver(waited)
+        thread, outer = threading.get_ident(), self._blocked.get(threading.get_ident())
+        self._blocked[thread] = time.monotonic()
+        try:
+            while not waited.done:
+                if self._cycle_lock.acquire(False):
+                    self._drive_cycle(waited)
+                else:
+                    self._wait_for_driver(waited)
+        finally:
+            if outer is None:
+                del self._blocked[thread]
+            else:  # this wait was a signal handler's
+                self._blocked[thread] = outer
+
+    def _is_blocked(self) -> bool:
+        """Return whether this rank submits nothing more before an operation here ends: all threads that have
+        ever submitted one wait here, and have for a while.
+        """
+        before = time.monotonic() - _BLOCKED_S
+        blocked = {thread for thread, since in list(self._blocked.items()) if since < before}
+        if not blocked or self._join_requested:
+            return False
+        _submitters.intersection_update(thread.ident for thread in threading.enumerate())
+        return _submitters <= blocked
 
     def _drive_cycle(self, waited) -> None:
         """Run a cycle unless what is waited for is done, and release the cycle lock."""
@@ -253,14 +275,29 @@ class Controller:
                 return plan
         if join:
             self._join_sent = True
-        same = exchange.gather(requests, join=join)
+        same = exchange.gather(requests, join=join, blocked=not requests and self._is_blocked())
         if same is not None:
             plan = table.plan_for(same, self.settings.fusion_threshold)
             if plan is not None:
                 return plan
         self._add_outstanding(new)
-        table.add_messages(exchange.messages())
+        messages = exchange.messages()
+        table.add_messages(messages)
+        if all(each.blocked for each in messages) and table.waiting:
+            self._fail_waiting()
         return None
+
+    def _fail_waiting(self) -> None:
+        """Fail all operations under way, on all ranks: each rank waits for one that others don't submit."""
+        table = self._message_table
+        text = f"the ranks wait for different operations, and none can be carried out: {table.describe_waiting()}"
+        table.drop_waiting()
+        for key, entry in list(self.outstanding.items()):
+            del self.outstanding[key]
+            self._names.discard(entry.key)
+            entry.inputs, entry.outputs = [], None
+            entry.error = HorovodInternalError(f"{_name(entry)}: {text}")
+            entry.done = True
 
     def _perform_plan(self, plan: CachedPlan, new: list[TensorTableEntry]) -> None:
         if len(plan.items) == 1:  # of all of them, in their order
@@ -425,6 +462,7 @@ def _name(entry: TensorTableEntry) -> str:
 
 
 _controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
+_submitters: set[int] = set()  # the threads of this process that have submitted operations, of any controller
 
 
 def _after_fork() -> None:

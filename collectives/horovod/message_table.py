@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..comm.waiting import format_ranks
 from ..errors import TransportError
 from .messages import CachedRequest, Request
 
@@ -143,6 +144,8 @@ class MessageTable:
         unnamed = self._unnamed[0]
         if self.waiting or self.joined or any(each != unnamed for each in self._unnamed[1:]):
             return None
+        if any(cached.request.refusal for cached in requests):
+            return None
         plan = self._plans.get(requests) or self._make_plan(requests, threshold)
         self.planned = True
         self.use_plan(plan)
@@ -186,6 +189,19 @@ class MessageTable:
         row = self.waiting.get(key)
         return [] if row is None else [r for r, s in enumerate(row) if s is None and r not in self.joined]
 
+    def describe_waiting(self) -> str:
+        """Return which ranks have submitted what, of the operations that are not complete."""
+        return "; ".join(
+            f"{format_ranks(rank for rank, each in enumerate(row) if each is not None)} submitted {key}"
+            for key, row in list(self.waiting.items())[:8]
+        )
+
+    def drop_waiting(self) -> None:
+        """Drop the operations that are not complete, on all ranks at one time."""
+        self.waiting.clear()
+        for unnamed in (self._unnamed_in_plans, *self._unnamed):
+            unnamed.clear()
+
     def pop_ready(self) -> list[Response]:
         """Remove and return the complete operations, in the order of their completion."""
         ready, self._ready = self._ready, []
@@ -215,8 +231,11 @@ _KINDS_WITH_JOIN = ("allreduce", "allgather", "barrier")
 def find_mismatch(row: list[CachedRequest | None]) -> str | None:
     """Return what differs between the ranks' requests of one operation, as text, or None."""
     first = row[0]
-    if first is not None and row.count(first) == len(row):
+    if first is not None and row.count(first) == len(row) and not first.request.refusal:
         return None
+    for rank, each in enumerate(row):
+        if each is not None and each.request.refusal:
+            return f"rank {rank} takes no part, since it raised {each.request.refusal}"
     first_rank, first = next((rank, each.request) for rank, each in enumerate(row) if each is not None)
     kind = first.kind
     joined = [rank for rank, each in enumerate(row) if each is None]

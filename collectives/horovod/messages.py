@@ -38,7 +38,7 @@ class Request(NamedTuple):
 
     ``name``: the user's, "" for none. ``dtypes`` and ``shapes``: of each tensor. ``device``: "cpu"
     or "cuda". ``root``: a rank of the process set. ``wire``: the wire format to which elements are
-    rounded for transport, or "".
+    rounded for transport, or "". ``refusal``: why this rank can't take part, or "".
     """
 
     kind: str
@@ -51,6 +51,7 @@ class Request(NamedTuple):
     postscale: float = 1.0
     root: int = 0
     wire: str = ""
+    refusal: str = ""
 
 
 class CachedRequest:
@@ -65,7 +66,7 @@ class CachedRequest:
     __slots__ = ("__weakref__", "fusion_key", "key", "nbytes", "request", "unpadded")
 
     def __init__(self, request: Request):
-        kind, name, dtypes, shapes, device, op, prescale, postscale, _, wire = request
+        kind, name, dtypes, shapes, device, op, prescale, postscale, _, wire, _ = request
         self.request = request
         self.key = f"{kind}.{name}" if name else ""
         sizes = [_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
@@ -155,8 +156,9 @@ def decode_requests(data: bytes, rank: int) -> tuple[list[Request], list[int] | 
             Request(
                 parse_text(kind), parse_text(name), tuple(map(parse_text, dtypes)), tuple(map(_parse_shape, shapes)),
                 parse_text(device), parse_text(op), float(prescale), float(postscale), int(root), parse_text(wire),
+                parse_text(refusal),
             )
-            for kind, name, dtypes, shapes, device, op, prescale, postscale, root, wire in new
+            for kind, name, dtypes, shapes, device, op, prescale, postscale, root, wire, refusal in new
         ]  # fmt: skip
         for request in requests:
             if len(request.dtypes) != len(request.shapes) or not set(request.dtypes) <= _DTYPES.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import numbers
@@ -413,19 +414,37 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
     checked = _check_tensor("alltoall", tensor)
     if not checked.dim():
         raise ValueError("alltoall sends rows along the first dimension, and a scalar has none")
-    size = controller.size
-    if splits is None:
-        if checked.shape[0] % size:
-            raise ValueError(f"alltoall: {checked.shape[0]} rows can't be shared evenly by {size} ranks: pass splits")
-    else:
-        splits = splits.tolist() if hasattr(splits, "tolist") else list(splits)  # a tensor or a NumPy array
-        whole = all(isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0 for rows in splits)
-        if not whole or len(splits) != size:
-            raise ValueError(f"alltoall: splits must be {size} numbers of rows from 0 up, not {splits}")
-        if sum(splits) > checked.shape[0]:
-            raise ValueError(f"alltoall: splits add up to {sum(splits)}, and there are {checked.shape[0]} rows")
+    try:
+        splits = _parse_splits(checked.shape[0], splits, controller.size)
+    except ValueError as error:
+        _refuse("alltoall", controller, checked, name, error)
+        raise
     cached = _make_request("alltoall", controller, [checked], name)
     return _submit(controller, TensorTableEntry(cached, [checked], splits=splits), False, _waits)
+
+
+def _parse_splits(available: int, splits, size: int) -> list[int] | None:
+    """Return the rows for each of `size` ranks, of those that are available; None for equal parts."""
+    if splits is None:
+        if available % size:
+            raise ValueError(f"alltoall: {available} rows can't be shared evenly by {size} ranks: pass splits")
+        return None
+    splits = splits.tolist() if hasattr(splits, "tolist") else list(splits)  # a tensor or a NumPy array
+    whole = all(isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0 for rows in splits)
+    if not whole or len(splits) != size:
+        raise ValueError(f"alltoall: splits must be {size} numbers of rows from 0 up, not {splits}")
+    if sum(splits) > available:
+        raise ValueError(f"alltoall: splits add up to {sum(splits)}, and there are {available} rows")
+    return splits
+
+
+def _refuse(kind: str, controller: Controller, tensor: torch.Tensor, name, error: ValueError) -> None:
+    """Tell the other ranks why this one can't take part in an operation; blocks until they have submitted it."""
+    cached = _make_request(kind, controller, [tensor], name, refusal=f"{type(error).__name__}: {error}"[:400])
+    entry = TensorTableEntry(cached, [])
+    controller.submit(entry, True)
+    with contextlib.suppress(HorovodInternalError):  # the caller raises this rank's own error
+        controller.wait(entry)
 
 
 def _reducescatter(tensors, name, op, process_set, prescale, postscale, grouped, waits):

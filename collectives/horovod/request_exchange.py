@@ -22,19 +22,21 @@ __all__ = ["RankMessage", "RequestExchange"]
 # all-gather gathers), number of request ids, the request ids.
 _WORDS = 256
 _HEAD = 3
-_JOIN, _IDS_IN_PAYLOAD = 1, 2  # flags; _IDS_IN_PAYLOAD: the request ids had no room in the row
-_FLAGS = _JOIN | _IDS_IN_PAYLOAD
+_JOIN, _IDS_IN_PAYLOAD, _BLOCKED = 1, 2, 4  # flags; _IDS_IN_PAYLOAD: the request ids had no room in the row
+_FLAGS = _JOIN | _IDS_IN_PAYLOAD | _BLOCKED
 _MAX_REQUESTS = 8192  # with ids
 
 
 class RankMessage(NamedTuple):
     """What one rank has sent in a cycle.
 
-    ``requests``: what it has submitted, in its order. ``join``: whether it has joined.
+    ``requests``: what it has submitted, in its order. ``join``: whether it has joined. ``blocked``:
+    whether all its threads wait.
     """
 
     requests: list[CachedRequest]
     join: bool
+    blocked: bool = False
 
 
 class RequestExchange:
@@ -67,8 +69,11 @@ class RequestExchange:
         self._control.all_gather(gathered, own)
         return plan_number != 0 and gathered.tobytes() == self._size * own.tobytes()
 
-    def gather(self, submitted: Sequence[CachedRequest], *, join: bool) -> tuple[CachedRequest, ...] | None:
-        """Exchange what this rank has submitted; blocks. ``join``: this rank joins.
+    def gather(
+        self, submitted: Sequence[CachedRequest], *, join: bool, blocked: bool = False
+    ) -> tuple[CachedRequest, ...] | None:
+        """Exchange what this rank has submitted; blocks. ``join``: this rank joins; ``blocked``: all
+        its threads wait.
 
         Returns it where all ranks have submitted the same in the same order, and nothing else.
         None: `messages` has what they have sent, and must be called.
@@ -83,7 +88,7 @@ class RequestExchange:
         if unknown or in_payload:
             payload = encode_requests(unknown, ids if in_payload else None)
         self._payload = payload
-        flags = (_JOIN if join else 0) | (_IDS_IN_PAYLOAD if in_payload else 0)
+        flags = (_JOIN if join else 0) | (_IDS_IN_PAYLOAD if in_payload else 0) | (_BLOCKED if blocked else 0)
         row[:_HEAD] = flags, len(payload), len(ids)
         if not in_payload:
             row[_HEAD:] = 0
@@ -113,7 +118,7 @@ class RequestExchange:
             if ids and not 0 <= min(ids) <= max(ids) < len(named):
                 text = f"rank {rank} has submitted a request that it never announced"
                 raise TransportError(text, op="hvd", peers=(rank,))
-            found.append(RankMessage([named[number] for number in ids], bool(flags & _JOIN)))
+            found.append(RankMessage([named[number] for number in ids], bool(flags & _JOIN), bool(flags & _BLOCKED)))
         self._ids |= {each: len(self._requests) + i for i, each in enumerate(unknown)}
         self._requests += unknown.values()
         if len(self._requests) > _MAX_REQUESTS:  # on all ranks in the same cycle

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..comm.arguments import parse_timeout
 from ..comm.communicator import Communicator
 from ..comm.config import CommConfig, parse_config
 from ..comm.engine import Engine, get_engine, parse_device, resolve_device
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from ..argument_types import Device, EngineName
 
 __all__ = [
-    "current_round", "current_world", "has_joiners", "init", "join_next_round", "replace_world",
-    "round_store",
+    "OPERATION_S", "current_round", "current_world", "has_joiners", "init", "init_with_limits", "join_next_round",
+    "replace_world", "round_store",
 ]  # fmt: skip
 
 _world: Communicator | None = None
@@ -36,12 +37,13 @@ _round: Round | None = None  # of an elastic job, whose communicator `_world` is
 _rounds: Rounds | None = None
 _generation = 0
 _lock = threading.RLock()
+OPENING_S, OPERATION_S = 60.0, 1800.0  # the limits where `init` gets none
 _OPEN_SECONDS = 30.0  # for the members of a closed round to connect
 _log = logging.getLogger("collectives.elastic")
 
 
 def init(
-    engine: EngineName | None = None, *, device: Device | None = None, timeout: float = 60.0,
+    engine: EngineName | None = None, *, device: Device | None = None, timeout: float | None = None,
     deterministic: bool = False, config: CommConfig | dict | None = None,
 ) -> Communicator:  # fmt: skip
     """Open the communicator of all ranks of this job, or return the one that is open.
@@ -50,10 +52,14 @@ def init(
     with none of them it is a world of one. Blocks until all ranks have come.
 
     `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the node has. `device`: None
-    for ``cuda:local_rank``, or the CPU. `timeout`: seconds. `deterministic`: reduce in rank order
-    only, see `Communicator`. `config`: a `CommConfig` or a dict of its fields, the same on all
-    ranks: settings of NCCL, without effect on the host. CPUs on several nodes reduce and gather
-    inside of each node first, then between nodes, over TCP connections.
+    for ``cuda:local_rank``, or the CPU. `timeout`: limit in seconds of the opening, of each operation,
+    and of `split` and `shrink`, as of ``torch.distributed.init_process_group``; None: 60 s for the
+    opening, and 1,800 s for the others. It becomes that of a communicator that is open already, too;
+    ``comm.timeout = seconds`` changes it after the opening.
+    `deterministic`: reduce in rank order only, see `Communicator`. `config`: a `CommConfig` or a dict
+    of its fields, the same on all ranks: settings of NCCL, without effect on the host. CPUs on
+    several nodes reduce and gather inside of each node first, then between nodes, over TCP
+    connections.
 
     Raises `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two
     processes have one rank, `EngineUnavailable`, `TransportError`. After `close()` it opens a new
@@ -62,6 +68,21 @@ def init(
     A GPU becomes torch's current device, as by ``torch.cuda.set_device``, if CUDA was not used
     before. If it was, with another current device, a warning says so: call
     ``torch.cuda.set_device(local_rank)`` first.
+    """
+    opening, limit = (OPENING_S, OPERATION_S) if timeout is None else [parse_timeout(timeout, None)] * 2
+    with _lock:
+        world = init_with_limits(opening, limit, engine, device=device, deterministic=deterministic, config=config)
+        if timeout is not None and world.timeout != timeout:  # it was open
+            world.timeout = timeout
+        return world
+
+
+def init_with_limits(
+    opening: float, limit: float | None, engine: str | None = None, *, device=None, deterministic: bool = False,
+    config: CommConfig | dict | None = None,
+) -> Communicator:  # fmt: skip
+    """Open the job's communicator as `init` does, in at most `opening` seconds, with the `limit` of an
+    operation; or return the one that is open.
     """
     global _world, _generation
     with _lock:
@@ -72,7 +93,9 @@ def init(
         config = parse_config(config)
         chosen = get_engine(engine, None if device is None else parse_device(device).type)
         if (rounds := _open_rounds()) is not None:
-            return _join_round(rounds, chosen, device, timeout, deterministic, config, seconds=timeout)
+            return _join_round(
+                rounds, chosen, device, opening, deterministic, config, seconds=opening, comm_timeout=limit
+            )
         identity = identify_process()
         own_device = None
         if device is not None:
@@ -85,16 +108,16 @@ def init(
         generation, _generation = _generation, _generation + 1
         began = time.monotonic()
         rendezvous = join_rendezvous(
-            identity, engine=chosen, timeout=timeout, generation=generation, device=own_device,
+            identity, engine=chosen, timeout=opening, generation=generation, device=own_device,
             config=repr(config),
         )  # fmt: skip
         if own_device is None:
             own_device = _select_device(chosen, rendezvous.local_rank)
             set_first_device(own_device)
-        with log_while_waiting("to open the job's communicator", identity.rank, timeout):
+        with log_while_waiting("to open the job's communicator", identity.rank, opening):
             _world = open_communicator(
-                rendezvous, chosen, device=own_device, seconds=remaining_seconds(began + timeout, timeout),
-                deterministic=deterministic, config=config,
+                rendezvous, chosen, device=own_device, seconds=remaining_seconds(began + opening, opening),
+                timeout=limit, deterministic=deterministic, config=config,
             )  # fmt: skip
         return _world
 
@@ -160,7 +183,7 @@ def join_next_round(
 def _join_round(
     rounds: Rounds, engine: Engine, device, timeout: float, deterministic: bool, config, *,
     seconds: float, commits: int = 0, report: dict | None = None, least: int | None = None,
-    comm_timeout: float | None = 1800.0,
+    comm_timeout: float | None,
 ) -> Communicator:  # fmt: skip
     """Join rounds until the communicator of one could be opened, and make it the job's."""
     global _world, _round

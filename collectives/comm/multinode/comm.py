@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from ..._nccl import DTYPES, OPS, SHRINK_ABORT, ErrorInfo, FlightRing
+from ..._nccl import DTYPES, OPS, REFUSAL_BYTES, SHRINK_ABORT, ErrorInfo, FlightRing
 from ...arrays import ITEMSIZE
 from ...errors import (
     Aborted,
@@ -23,6 +23,7 @@ from ...errors import (
     CollectiveTimeout,
     InternalError,
     InvalidUsage,
+    Mismatch,
     RemoteError,
     TransportError,
 )  # fmt: skip
@@ -43,6 +44,7 @@ from .topology import Topology, group_ranks_by_node
 __all__ = ["MultiNodeComm", "NoFastPath", "open_multinode"]
 
 _ENGINES_S = 5.0  # after the deadline, in which the host engine ends its own wait
+_UINT8 = DTYPES["uint8"]
 _FIRST_CREATED_OP = 1 << 20  # the numbers of premultiplied sums
 
 
@@ -227,6 +229,19 @@ class MultiNodeComm:
     def scatter(self, send, recv, count, dtype, root, stream=0, config=None) -> None:
         self._add_p2p_collective("scatter", send, recv, count, dtype, root, stream)
 
+    def compare_parts(self, own, all, transfers, name, dtype_name, count, dtype, stream=0) -> None:
+        self.library.label(name, dtype_name)
+        fingerprint = _make_fingerprint(self.library, "all_gather", _UINT8, 0)
+
+        def compare() -> None:
+            self.collectives.all_gather(fingerprint, own, all, REFUSAL_BYTES + 16 * self.size)
+            try:
+                self.library.check_parts(all, self.size, self.rank)
+            except Mismatch as error:
+                raise NodeMismatch(error) from error
+
+        self._add_call("all_to_all", count, dtype, compare, stream)
+
     def _add_call(self, op: str, count: int, dtype: int, body, stream: int) -> None:
         self.library.add_call(Call(self, op, count * ITEMSIZE[dtype], body, stream))
 
@@ -359,7 +374,7 @@ def _open_child(comm: MultiNodeComm, op: str, ranks: list[int], uid: str):
     """Open a child of some ranks; its errors have the parent's rank numbers."""
     rank = ranks.index(comm.rank)
     peers = [comm.peers[each] for each in ranks]
-    seconds = min(comm._init_timeout, comm._timeout or comm._init_timeout)
+    seconds = comm._timeout or comm._init_timeout
     store, host = comm._root_store.store, comm._root_store.host
     watch = None
     if op == "split":

@@ -127,6 +127,21 @@ ncclResult_t collHostAllReduceShare(const void* send, void* recv, size_t count, 
 ncclResult_t collHostReduceScatterShare(const void* send, void* recv, size_t recvcount, ncclDataType_t type, ncclRedOp_t op,
                                         collHostShare_t* share, ncclComm_t comm, cudaStream_t stream);
 
+// ---- Operations that are made of sends and receives, such as an all-to-all of unequal parts.
+// What one rank is about to send and receive is a record: the text of the reason why it takes no part
+// ("": it does), with its terminating 0, then for each rank two uint64_t, the elements that are sent
+// to it and those that are received from it.
+#define COLL_HOST_REFUSAL_BYTES 256
+#define COLL_HOST_PARTS_BYTES(nranks) (COLL_HOST_REFUSAL_BYTES + 16 * (size_t)(nranks))
+// A collective that gathers the ranks' records in `all`, in rank order, and compares them: where a
+// rank refuses, or expects another number of elements than its peer sends, all ranks get
+// collHostErrorMismatch, and so they do where one makes another call. The next `transfers` sends and
+// receives of the open group are made once it has succeeded, else they are dropped on all ranks. Its
+// name and the elements' type are those of collHostLabel.
+ncclResult_t collHostCompareParts(const void* own, void* all, size_t transfers, ncclComm_t comm, cudaStream_t stream);
+// The comparison alone, of the records of `nranks` ranks, for rank `rank`.
+ncclResult_t collHostCheckParts(const void* all, int nranks, int rank);
+
 // ---- Settings.
 // Limit of one operation on this communicator, in ms; <= 0: none (the default). Past it the
 // operation fails with ncclTimeout and the communicator is out of use, since this rank can't take

@@ -1,0 +1,56 @@
+"""The flight recorder tells a rank that was late from one that died, and from one that a launcher ended afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from collectives.flight import analyse, read_folder
+from tests.ranks import run_ranks
+from tests.variables import variables
+
+
+def job(ctx, folder, how):
+    """Rank 0 waits in an all-reduce, rank 1 does as `how` says, rank 2 computes; a launcher ends all at last."""
+    from collectives.errors import CollectivesError
+
+    with variables(COLLECTIVES_FLIGHT_DIR=folder):
+        comm = ctx.new_communicator(timeout=60.0 if how == "died" else 1.0)
+    x = torch.ones(16)
+    comm.all_reduce(x)
+    ctx.barrier()
+    if ctx.rank == 1 and how == "died":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ctx.rank == 0:
+        with pytest.raises(CollectivesError):
+            comm.all_reduce(x)
+    ctx.barrier(ranks=[0, 2] if how == "died" else None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def analysed(tmp_path, how):
+    run_ranks(job, 3, str(tmp_path), how, timeout=30, deaths={0, 1, 2})
+    rings, problems = read_folder(tmp_path)
+    assert not problems
+    return {(each.kind, each.ranks): each.text for each in analyse(rings)}, {ring.rank: ring for ring in rings}
+
+
+def test_a_dead_rank_is_the_culprit_alone(tmp_path):
+    found, rings = analysed(tmp_path, "died")
+    assert ("died", (1,)) in found and ("ended", (2,)) in found, found
+    assert not [kind for kind, _ in found if kind == "late"]
+    assert "no rank's error names it" in found["ended", (2,)]
+    assert rings[0].error["kind"] == "RemoteError" and rings[0].error["peers"] == [1]
+    assert list(found)[0] == ("died", (1,))  # the cause comes first
+
+
+def test_a_late_rank_did_not_die(tmp_path):
+    found, rings = analysed(tmp_path, "late")
+    assert not [kind for kind, _ in found if kind == "died"], found
+    assert rings[0].error["kind"] == "CollectiveTimeout" and sorted(rings[0].error["peers"]) == [1, 2]
+    for rank in (1, 2):  # both were late
+        assert "its process lived then, and was ended later" in found["late", (rank,)], found
+    assert ("missing", (1, 2)) in found
