@@ -48,17 +48,17 @@ class ForkedProgram:
 
 
 def run_python(text: str, *, timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
-    """Run a program's text to its end, with these variables beside this process's."""
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
-        program.write(text)
-        program.flush()
-        return run_forked([program.name], {**os.environ, **env}, timeout)
+    """Run a program's text to its end, in a folder of its own, with these variables beside this process's."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(text)
+        return run_forked([str(program)], {**os.environ, **env}, timeout, folder)
 
 
-def run_forked(words: list[str], env: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
+def run_forked(words: list[str], env: dict[str, str], timeout: float, cwd=None) -> subprocess.CompletedProcess:
     """Run ``python words...`` to its end, with this environment; then what is left of its session is killed."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = ForkedProgram(words, env, out, err, tempfile.gettempdir())
+        process = ForkedProgram(words, env, out, err, cwd or tempfile.gettempdir())
         try:
             code = process.wait(timeout)
         finally:
