@@ -118,3 +118,25 @@ def test_every_extension_has_a_stub():
         stub = path.with_suffix(".pyi")
         assert stub.exists(), stub
         ast.parse(stub.read_text())
+
+
+# Functions of torch that take a device and otherwise follow torch.set_default_device.
+ALLOCATING = set(
+    "arange as_tensor asarray empty empty_permuted empty_quantized empty_strided eye full linspace logspace normal "
+    "ones rand randint randn randperm range scalar_tensor sparse_bsr_tensor sparse_compressed_tensor sparse_coo_tensor "
+    "sparse_csr_tensor tensor tril_indices triu_indices vander zeros".split()
+)
+
+
+def test_memory_is_made_on_a_device_that_is_named():
+    """Else it would lie where torch.set_default_device says, and an engine would write through its address."""
+    unnamed = []
+    for path in SOURCES:
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in ALLOCATING:
+                    if not {"device", None} & {each.arg for each in node.keywords}:
+                        unnamed.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.{name}")
+    assert not unnamed, "\n".join(unnamed)
