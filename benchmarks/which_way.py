@@ -95,9 +95,11 @@ def train(way, name):
         losses = list(hvd.allgather(loss[None]))
     elif size > 1:
         dist.all_gather(losses, loss)
-        dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps({"seconds": seconds, "loss": float(sum(losses) / size)}))
+        print(json.dumps({"seconds": seconds, "loss": float(sum(losses) / size)}), flush=True)
+    if size > 1 and dist.is_initialized():
+        dist.barrier()
+        os._exit(0)  # Gloo may abort in its destructor where a DDP object still holds it
 
 
 def run(way, name, ranks):
@@ -134,7 +136,7 @@ def main():
     args = parser.parse_args()
     if args.way:
         return train(args.way, args.model)
-    from benchmarks.rows import RESULTS, append_rows, provenance
+    from rows import RESULTS, append_rows, provenance
 
     fields, rows = provenance(), []
     for name in [args.model] if args.model else MODELS:

@@ -106,6 +106,7 @@ def _install(settings: dict) -> None:
     def __init__(self, *args, **kwargs):
         _announce()  # before the constructor, in which the ranks wait for each other
         construct(self, *args, **kwargs)
+        self.default_hook = False  # our own class would register it by itself
         if self.process_group.size() > 1:
             _numbers[self] = _count_object(self.process_group)
 
@@ -147,7 +148,6 @@ def _decide(ddp, settings: dict) -> None:
     own_reason = "leave_alone() was called" if _outcomes.get(ddp) == _TO_LEAVE_ALONE else find_reason(ddp)
     reason, ranks = _Decision(ddp).make(own_reason, settings)
     _outcomes[ddp] = _LEFT_ALONE
-    ddp.default_hook = False  # our own class would register it by itself
     if not reason:
         state = HookState(process_group=group, **settings)
         forget(state)

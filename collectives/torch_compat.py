@@ -102,6 +102,8 @@ def untraced(target):
     for function in functions:
         if isinstance(function, property):
             function = function.fget
+        if not isinstance(function, types.FunctionType):
+            function = getattr(function, "__wrapped__", None)  # of the binding's, which has no frame of its own
         if isinstance(function, types.FunctionType):
             function._torchdynamo_disable = True  # where it would be traced as part of a caller
             function._torchdynamo_disable_msg = "it calls a communication library"

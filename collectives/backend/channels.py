@@ -260,7 +260,10 @@ class _Channel:
         error.op, error.rank = self._direction, self._own_rank
         with self._changed:
             self._error = self._error or error
+            comm = self._comm
             self._changed.notify_all()
+        if comm is not None:
+            comm.abort()  # the other end would wait for this one
         self._end_all(self._error)
 
     def close(self) -> None:
@@ -331,8 +334,8 @@ class SendChannel(_Channel):
             self._moves.send(header, array)
         except Mismatch as found:
             error = self._renumber(found)
-        self._in_flight = 0
         with self._changed:
+            self._in_flight = 0
             if self._queue and self._queue[0] is transfer:
                 self._queue.popleft()
         transfer.end(error)
@@ -378,10 +381,10 @@ class RecvChannel(_Channel):
         return message if message is not None and message.transfer is None else None
 
     def _has_work(self) -> bool:
+        if self._error is not None:
+            return False
         message = self._message
-        if message is not None and message.transfer is not None:
-            return True
-        return self._error is None and self._mailbox.waits_for(self._ends[0])
+        return (message is not None and message.transfer is not None) or self._mailbox.waits_for(self._ends[0])
 
     def _advance(self) -> bool:
         message = self._message
@@ -415,7 +418,8 @@ class RecvChannel(_Channel):
 
     def _wait_for_change(self, deadline: float | None) -> bool:
         """Wait until a receive takes the message, or it is time to look whether others are behind it."""
-        if self._message is None:  # past the time limit
+        message = self._message
+        if message is None:  # past the time limit
             return False
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _ENDED_S
@@ -423,7 +427,7 @@ class RecvChannel(_Channel):
                 self._fail(error)
                 return False
         with self._changed:
-            if self._message.transfer is None and not self._closed:
+            if message.transfer is None and not self._closed:
                 left = self._pause if deadline is None else min(self._pause, deadline - time.monotonic())
                 self._changed.wait(max(left, 0.0))
         self._pause = min(2 * self._pause, _HELD_S[1])
@@ -443,7 +447,7 @@ class RecvChannel(_Channel):
             self._turn.release()
 
     def _end_all(self, error: BaseException) -> None:
-        message = self._message
+        message, self._message = self._message, None
         if message is not None and message.transfer is not None:
             message.transfer.end(error)
         self._mailbox.fail(self._ends[0], error)
@@ -607,6 +611,7 @@ class Channels:
             )
             channels = [*self._sends.values(), *self._receives.values()]
         self._polls.set()
+        self.meeting.end()
         for channel in channels:
             channel.close()
         self.mailbox.fail(None, self._end_error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -74,7 +75,7 @@ def install_for_groups() -> None:
     _replace_fp16_hook()
     c10d, set_timeout = dist.distributed_c10d, group_timeout_setter()
     for name in _OF_OBJECTS:  # torch.compile fails on what they look up of a group, on every backend
-        untraced(getattr(c10d, name))
+        untraced(inspect.unwrap(getattr(c10d, name)))
 
     @untraced
     @functools.wraps(set_timeout)
@@ -92,13 +93,13 @@ def install_for_groups() -> None:
 
 
 def _share_buckets() -> None:
-    from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory  # whose package changes torch's DDP
-
     init_reducer = DistributedDataParallel._ddp_init_helper
 
     @untraced
     @functools.wraps(init_reducer)
     def _ddp_init_helper(self, *args, **kwargs):
+        from ..ddp.zero_copy import allocate_buckets, rebuild_in_shareable_memory  # whose package changes torch's DDP
+
         backend = _find_backend(self.process_group)
         shares_memory = self.device.type == "cpu" and backend is not None and backend.supports_tensor_alloc("cpu")
         # With find_unused_parameters DDP keeps the buckets that it makes here, else those that it makes next.

@@ -76,6 +76,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._registered_name = name
         self._device_channels = DeviceChannels(rank, self._connect, self._timeout)
         register_group_backend(name, self)
+        publish_process(self._store, rank)
         if "cpu" in devices:
             self.communicator(_CPU)
         self._meeting = Meeting(self._store, rank, RankExits(self._store, range(size)))

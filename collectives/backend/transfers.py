@@ -220,8 +220,15 @@ class Mailbox:
         return False
 
     def fail(self, source: int | None, error: BaseException) -> None:
-        """End the receives from a rank, or from any (None), that have no message."""
+        """End the receives from a rank, or from any (None), that have no message.
+
+        Its messages that have not been copied are dropped: they never come.
+        """
         with self._lock:
+            for key in [key for key in self._unclaimed if key[0] == source]:
+                copied = deque(each for each in self._unclaimed.pop(key) if each.copy is not None)
+                if copied:
+                    self._unclaimed[key] = copied
             keys = [key for key in self._posted if key[0] == source]
             failed = [transfer for key in keys for transfer in self._posted.pop(key)]
             self._waiting.pop(source, None)

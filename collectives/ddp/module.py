@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from ..arrays import kind_of
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.bucket_cap import DEFAULT_CAP_MB, default_bucket_cap_mb
 from ..gradients.state import HookState, has_lost_group
 from ..gradients.unused_states import forget
-from ..torch_compat import disable_dynamo
+from ..torch_compat import disable_dynamo, untraced
 from .devices import add_device_note, check_device_ids
 from .fitness import find_reason, has_hook
 from .hook import fused_allreduce
@@ -52,7 +52,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     names its own group.
 
     Without a hook it registers `fused_allreduce` in its first forward with gradients, or warns why
-    torch's own all-reduce stays (mixed precision, sparse gradients, ...). Set ``default_hook = False``
+    torch's own all-reduce stays (sparse gradients, an optimizer in the backward, ...). Set ``default_hook = False``
     on the object before to keep torch's.
 
     `fused_allreduce` averages over the right ranks also if the module was built over a subgroup.
@@ -83,11 +83,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if len(arguments) < _CAP_AT and options.get("bucket_cap_mb") is None and not options.get("bucket_cap_mb_list"):
             options.update(_default_cap(module, arguments, options))
         super().__init__(module, *arguments, gradient_as_bucket_view=gradient_as_bucket_view, **options)
-        self._hook_is_decided = False
+        self._hook_is_decided = self._has_default_hook = False
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._hook_is_decided = False  # a copied or loaded object has a reducer of its own, without a hook
+        # A copied or loaded object has a reducer of its own, without a hook.
+        self._hook_is_decided = self._has_default_hook = False
 
     def _ddp_init_helper(self, *arguments, **options):
         self.bucket_rebuild = BucketRebuild(shares_memory=False)  # until the hook is registered
@@ -111,11 +112,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
-        if not self._hook_is_decided and torch.is_grad_enabled():
+        # In join() a rank may have no forward at all, so none of them decides there.
+        if not self._hook_is_decided and torch.is_grad_enabled() and not self._join_config.enable:
             self._register_default_hook()
         self.bucket_rebuild(self)
         return super()._pre_forward(*inputs, **arguments)
 
+    @untraced
     def _register_default_hook(self) -> None:
         self._hook_is_decided = True
         if not self.default_hook or self.process_group.size() == 1 or has_hook(self):
@@ -124,6 +127,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             warnings.warn(f"DistributedDataParallel keeps torch's own all-reduce: {reason}", stacklevel=2)
         else:
             self.register_comm_hook(fused_allreduce)
+            self._has_default_hook = True
 
     def register_comm_hook(self, state, hook=None):
         """Register a communication hook, by ``(hook)`` or torch's ``(state, hook)``.
@@ -135,6 +139,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             if not callable(state):
                 raise InvalidArgument(f"register_comm_hook takes (hook) or (state, hook); {kind_of(state)} is no hook")
             state, hook = None, state
+        if self._has_default_hook:
+            raise InvalidUsage(
+                "fused_allreduce was registered in the first forward, where this module had no hook, and DDP takes "
+                "one: register yours before the first forward"
+            )
         if hook is fused_allreduce:
             if state is None:
                 state = HookState(process_group=self.process_group)

@@ -96,7 +96,6 @@ class Controller:
             self._raise_if_broken()
         if self._join_requested:
             raise ValueError("this rank has joined: it can't submit anything before all others have")
-        _submitters.add(threading.get_ident())
         if name := entry.key:
             if name in self._names:
                 raise ValueError(
@@ -148,15 +147,16 @@ class Controller:
                 self._blocked[thread] = outer
 
     def _is_blocked(self) -> bool:
-        """Return whether this rank submits nothing more before an operation here ends: all threads that have
-        ever submitted one wait here, and have for a while.
+        """Return whether this rank submits nothing more before an operation here ends: all threads of the
+        program wait here, and have for a while. Any other thread might submit what the ranks wait for.
         """
         before = time.monotonic() - _BLOCKED_S
         blocked = {thread for thread, since in list(self._blocked.items()) if since < before}
         if not blocked or self._join_requested:
             return False
-        _submitters.intersection_update(thread.ident for thread in threading.enumerate())
-        return _submitters <= blocked
+        return all(
+            thread.ident in blocked for thread in threading.enumerate() if not thread.name.startswith("collectives")
+        )
 
     def _drive_cycle(self, waited) -> None:
         """Run a cycle unless what is waited for is done, and release the cycle lock."""
@@ -462,7 +462,6 @@ def _name(entry: TensorTableEntry) -> str:
 
 
 _controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
-_submitters: set[int] = set()  # the threads of this process that have submitted operations, of any controller
 
 
 def _after_fork() -> None:

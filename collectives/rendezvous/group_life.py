@@ -81,9 +81,13 @@ class _Agreement:
         return [rank for rank, (number, process) in enumerate(requests) if number <= answered[rank] or not process]
 
     def _find_absent(self) -> list[int]:
-        """Return the ranks without a new request, and those whose process has ended since."""
+        """Return the ranks without a new request, and those whose process has ended since.
+
+        Where all have come and live, it is rank 0 that has not answered.
+        """
         missing = self._find_missing()
-        return [rank for rank in range(self._size) if rank in missing or self._exit_reason(rank)]
+        absent = [rank for rank in range(self._size) if rank in missing or self._exit_reason(rank)]
+        return absent if absent or self._rank == 0 else [0]
 
     def _exit_reason(self, rank: int) -> str:
         number, process = self._read_request(rank)
