@@ -112,7 +112,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
-        # In join() a rank may have no forward at all, so none of them decides there.
+        # In join() a rank may have no forward at all, so none registers it there, nor later (torch leaves it enabled).
         if not self._hook_is_decided and torch.is_grad_enabled() and not self._join_config.enable:
             self._register_default_hook()
         self.bucket_rebuild(self)

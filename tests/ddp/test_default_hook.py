@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import collectives
 from collectives.ddp.fitness import has_hook
+from collectives.errors import InvalidUsage
 from tests.backend.groups import over
 from tests.ddp.training import over_gloo
 from tests.ranks import run_ranks
@@ -35,6 +36,8 @@ def registered(ctx):
     assert not has_hook(ddp)
     grads = step(ddp, ctx.rank)
     assert "fused_allreduce" in hook_of(ddp)
+    with pytest.raises(InvalidUsage, match="before the first forward"):
+        ddp.register_comm_hook(None, allreduce_hook)
     for other in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         assert not has_hook(other)
         assert step(other, ctx.rank) == grads and "fused_allreduce" in hook_of(other)
@@ -61,7 +64,17 @@ def refused(ctx):
     return [str(each.message) for each in caught if "keeps torch's own" in str(each.message)]
 
 
-FUNCTIONS = {"registered": registered, "own_choice": own_choice, "refused": refused}
+def joined(ctx):
+    """A rank without a batch has no forward in join(): no rank registers the hook, then or later."""
+    ddp = collectives.DistributedDataParallel(nn.Linear(4, 3))
+    with ddp.join():
+        for _ in range(2 * ctx.rank):
+            step(ddp, ctx.rank)
+    step(ddp, ctx.rank)
+    return has_hook(ddp)
+
+
+FUNCTIONS = {"registered": registered, "own_choice": own_choice, "refused": refused, "joined": joined}
 
 
 def on_backend(ctx, path, name):
@@ -81,6 +94,10 @@ def test_the_hook_registers_itself(tmp_path, run):
 def test_the_programs_choice_stays(tmp_path):
     for hook, plain_has_one in run_ranks(on_gloo, 2, tmp_path / "store", "own_choice"):
         assert hook == "allreduce_hook" and not plain_has_one
+
+
+def test_no_rank_registers_it_in_join(tmp_path):
+    assert run_ranks(on_gloo, 2, tmp_path / "store", "joined") == [False, False]
 
 
 def test_it_says_why_it_does_not(tmp_path):
