@@ -293,7 +293,7 @@ class SendChannel(_Channel):
         super().__init__(*args)
         self._queue: deque[Transfer] = deque()
         self._count = 0  # of messages begun
-        self._in_flight = self._told = 0  # number of the message in flight, 0: none; of that with others behind it
+        self._in_flight = self._announced = 0  # number of the message in flight, 0: none; of that with others behind it
 
     def submit(self, transfer: Transfer, wake: bool) -> None:
         """Queue a send, which the channel's thread runs unless a `wait` does it first.
@@ -309,9 +309,9 @@ class SendChannel(_Channel):
         if error is not None:
             transfer.end(error)
             return
-        if number > self._told:  # its receiver may need what is behind it
-            self._told = number
-            self._channels.tell_later(self, number)
+        if number > self._announced:  # its receiver may need what is behind it
+            self._announced = number
+            self._channels.announce_later(self, number)
         if wake:
             self.wake()
 
@@ -327,7 +327,7 @@ class SendChannel(_Channel):
             self._count += 1
             self._in_flight = self._count
             if others:
-                self._told = self._count
+                self._announced = self._count
         header = self._count, transfer.tag, array.numel(), 2 * _DTYPE_INDEX[array.dtype] + others
         error = None
         try:
@@ -341,8 +341,8 @@ class SendChannel(_Channel):
         transfer.end(error)
         return True
 
-    def tell(self, number: int) -> None:
-        """Tell the receiver that others are behind a message, if that one is still in flight."""
+    def announce(self, number: int) -> None:
+        """Announce to the receiver that others are behind a message, if that one is still in flight."""
         if self._in_flight == number and len(self._queue) > 1 and not self._closed:
             try:
                 self._channels.store.set(_behind_key(*self._ends), str(number))
@@ -480,7 +480,7 @@ class Channels:
         self._thread_state = threading.local()
         self._poller: threading.Thread | None = None
         self._polls = threading.Event()
-        self._to_tell: list[tuple[float, SendChannel, int]] = []
+        self._to_announce: list[tuple[float, SendChannel, int]] = []
         self._look_at = self._look_for_new_at = 0.0  # when to look next whether ranks have ended, or have come
         self._end_error: Aborted | None = None
         _open.add(self)
@@ -552,10 +552,10 @@ class Channels:
                 self._poller.start()
         self._polls.set()
 
-    def tell_later(self, channel: SendChannel, number: int) -> None:
-        """Have `channel.tell(number)` called a moment later."""
+    def announce_later(self, channel: SendChannel, number: int) -> None:
+        """Have `channel.announce(number)` called a moment later."""
         with self._lock:
-            self._to_tell.append((time.monotonic() + _BEHIND_S, channel, number))
+            self._to_announce.append((time.monotonic() + _BEHIND_S, channel, number))
         self._start_poller()
 
     def _poll(self) -> None:
@@ -563,15 +563,15 @@ class Channels:
         while not self.closed:
             began = time.monotonic()
             with self._lock:
-                due = [each for each in self._to_tell if each[0] <= began]
-                self._to_tell = [each for each in self._to_tell if each[0] > began]
+                due = [each for each in self._to_announce if each[0] <= began]
+                self._to_announce = [each for each in self._to_announce if each[0] > began]
             for _, channel, number in due:
-                channel.tell(number)
+                channel.announce(number)
             receives = self.mailbox.waits_for(None)
             if receives and self._look_at_sources():
                 pause = _PROBE_S[0]
             pause = min(2 * max(pause, time.monotonic() - began), longest)
-            if self._polls.wait(pause if receives or self._to_tell else None):
+            if self._polls.wait(pause if receives or self._to_announce else None):
                 self._polls.clear()
                 pause = _PROBE_S[0]
 

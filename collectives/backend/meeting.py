@@ -13,6 +13,7 @@ from ..errors import Aborted, RemoteError
 __all__ = ["Meeting"]
 
 _PAUSE_S = (0.001, 0.05)  # first and longest
+_GRACE_S = 1.0
 _LOOK_S = 0.5  # between looks whether the other rank's process has ended
 
 
@@ -21,9 +22,14 @@ class _Exits:
 
     def __init__(self, exits: RankExits, ranks: Sequence[int], is_over: threading.Event):
         self._exits, self._ranks, self._is_over = exits, ranks, is_over
+        self._until = None  # when a rank that has come to the meeting would have come here, too
 
     def reason(self, rank: int) -> str:
-        return "the process group was destroyed" if self._is_over.is_set() else self._exits.reason(self._ranks[rank])
+        if self._is_over.is_set():
+            self._until = self._until or time.monotonic() + _GRACE_S
+            if time.monotonic() >= self._until:
+                return "the process group was destroyed"
+        return self._exits.reason(self._ranks[rank])
 
     def reasons_without_store(self) -> dict[int, str]:
         found = self._exits.reasons_without_store()

@@ -163,7 +163,7 @@ class Mailbox:
                 self._waiting[transfer.source] = self._waiting.get(transfer.source, 0) + 1
                 return None
             message = _pop(self._unclaimed, key)
-            self._give(message, transfer)
+            self._assign(message, transfer)
             delivers = message.copy is not None
         if delivers:
             _deliver(message)
@@ -184,13 +184,13 @@ class Mailbox:
                 key = min(keys, key=lambda key: self._posted[key][0].number)
                 transfer = _pop(self._posted, key)
                 self._waiting[key[0]] -= 1
-                self._give(message, transfer)
+                self._assign(message, transfer)
             else:
                 self._count += 1
                 message.arrival = self._count
                 self._unclaimed.setdefault((message.source, message.tag), deque()).append(message)
 
-    def _give(self, message: Message, transfer: Transfer) -> None:
+    def _assign(self, message: Message, transfer: Transfer) -> None:
         transfer.source = message.source
         message.transfer = transfer
 
