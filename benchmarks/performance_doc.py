@@ -119,7 +119,7 @@ def operations():
 
 
 def steps():
-    """Return the times of training steps beside the peer's; of each model and number of ranks the last row."""
+    """Return the times of training steps and of the peer's; the last row of each model and number of ranks."""
     body, used = [], []
     for name, (what, ours, peer, theirs) in STEPS.items():
         latest = {(row["model"], row.get("optimizer"), row["ranks"]): row for row in read_lines(name)}
@@ -129,7 +129,7 @@ def steps():
                 cells = [show_time(times[0] * 1e3), peer, show_time(times[1] * 1e3), f"{times[1] / times[0]:.2f}"]
                 body.append([f"{what}, {MODELS[model]}", str(ranks), *cells])
                 used.append(row)
-    return table(["step", "ranks", "ours", "peer", "the peer's", "times as fast"], body, used)
+    return table(["step", "ranks", "ours", "peer", "peer's time", "peer's time divided by ours"], body, used)
 
 
 def horovod():
@@ -140,7 +140,7 @@ def horovod():
         times = [rows[each, size, count]["us"] for each in (way, "gloo")]
         what = f"`hvd.allreduce_` of {show_size(size)}" if count == 1 else "100 x `hvd.allreduce_async` of 1 KiB"
         body.append([what, *map(show_time, times), f"{times[1] / times[0]:.1f}"])
-    return table(["operation", "ours", "Gloo", "times as fast"], body, rows.values())
+    return table(["operation", "ours", "Gloo", "Gloo's time divided by ours"], body, rows.values())
 
 
 def which_way():

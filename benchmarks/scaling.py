@@ -38,15 +38,15 @@ class Rate:
 
 
 RATES = {
-    "flops": Rate(989e12 / 2, "989 TFLOP/s in bf16, of which half: an assumption", "H100's data sheet, dense"),
-    "memory": Rate(4.3e12, "4.3 TB/s of 4.8: an assumption", "H200's data sheet"),
+    "flops": Rate(989e12 / 2, "989 TFLOP/s in bf16; half of it here, an assumption", "H100's data sheet, dense"),
+    "memory": Rate(4.3e12, "4.8 TB/s; 4.3 TB/s here, an assumption", "H200's data sheet"),
     "ring": Rate(360e9, "365 to 370 GB/s of bus bandwidth in a node (360 here)", f"{NCCL}/issues/1455"),
     "switch": Rate(480e9, "480 GB/s where the NVSwitch sums (NVLS)", f"{NCCL}/issues/1455, {TESTS}/issues/212"),
     "port": Rate(47e9, "46 to 48 GB/s of a GPU's 400 Gb/s port (47 here)", f"{TESTS}/issues/290"),
-    "start": Rate(6.6e-6, "6.6 us for a collective of no bytes", f"{NCCL}: src/tuning/cost_model.cc, LL"),
-    "step_in_node": Rate(0.6e-6, "0.6 us a step over NVLink", "the same, hwLatencies"),
-    "step_between": Rate(1e-6, "1 us a step of a ring between nodes", f"{NCCL}: src/graph/tuning.cc, getNetOverhead"),
-    "tree_step": Rate(5e-6, "5 us a level of a tree between nodes", "src/tuning/cost_model.cc, hwLatencies"),
+    "start": Rate(6.6e-6, "6.6 us for a collective without data", f"{NCCL}: src/tuning/cost_model.cc, LL"),
+    "step_in_node": Rate(0.6e-6, "0.6 us per step over NVLink", "the same, hwLatencies"),
+    "step_between": Rate(1e-6, "1 us per step of a ring between nodes", f"{NCCL}: src/graph/tuning.cc, getNetOverhead"),
+    "tree_step": Rate(5e-6, "5 us per level of a tree between nodes", "src/tuning/cost_model.cc, hwLatencies"),
     "ring_sms": Rate(24 / 132, "24 of 132 SMs for a ring", f"{NCCL}: channels on 8 GPUs with NVLink 4"),
     "switch_sms": Rate(16 / 132, "16 of 132 SMs for a sum in the switch", f"{NCCL}: src/transport/nvls.cc"),
 }  # fmt: skip
@@ -282,7 +282,7 @@ def steps_table(model: Transformer) -> str:
         rows.append([way.name, *times, f"{network * 1e3:.0f} ms", f"{steps[0].exposed * 1e3:.0f} ms",
                      f"{steps[0].bytes_needed / 1e9:.0f} GB"])  # fmt: skip
     arithmetic = 3 * sum(model.forward_flops) / RATES["flops"].value
-    title = f"{model.name}: {sum(model.units):,} parameters, {model.tokens:,} tokens a GPU"
+    title = f"{model.name}: {sum(model.units):,} parameters, {model.tokens:,} tokens per GPU"
     return f"{title}, {arithmetic * 1e3:.0f} ms of arithmetic:\n\n{table(header, rows)}"
 
 
