@@ -8,6 +8,7 @@ looks up each of both in the installed torch.
 
 from __future__ import annotations
 
+import importlib
 import re
 import types
 
@@ -21,7 +22,9 @@ __all__ = [
     "OLDEST",
     "AsyncCollectiveTensor",
     "BatchNorm",
+    "DTensorSpec",
     "TensorBase",
+    "TensorMeta",
     "TorchDispatchMode",
     "c10d_backend",
     "cuda_current_raw_stream",
@@ -32,12 +35,14 @@ __all__ = [
     "disabled_torch_function",
     "dynamo_disable",
     "flatten_dense_tensors",
+    "foreach_types",
     "fsdp_collectives",
     "fsdp_state_class",
     "group_backends",
     "group_timeout_setter",
     "is_traceable_wrapper_subclass",
     "open_process_groups",
+    "optimizer_types",
     "premul_sum",
     "reset_group_names",
     "storage_use_count",
@@ -74,6 +79,23 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor  # n
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass  # noqa: E402
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten  # noqa: E402
+
+# Names of modules that take a second to import: bound at their first use.
+_LAZY = {
+    "DTensorSpec": ("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
+    "TensorMeta": ("torch.distributed.tensor._dtensor_spec", "TensorMeta"),
+    # Lists of the classes of tensors for which optimizers and clip_grad_norm_ choose foreach operations.
+    "foreach_types": ("torch.utils._foreach_utils", "_foreach_supported_types"),
+    "optimizer_types": ("torch.optim.optimizer", "_foreach_supported_types"),
+}
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    return getattr(importlib.import_module(module), attribute)
+
 
 # The `__torch_function__` of subclasses whose operations are those of plain tensors, as nn.Parameter's.
 disabled_torch_function = torch._C._disabled_torch_function_impl

@@ -1,0 +1,107 @@
+"""Where the parameters of a unit lie in its flat buffer, which has one part of equal size for each rank.
+
+A parameter is cut only where a part ends. The plan places parameters so that these cuts fall between
+rows (or between blocks of rows), since a shard of whole rows is a matrix that optimizers, checkpoints
+and quantizers understand. Where that would leave more than `MOST_PADDING` of the buffer empty,
+parameters with the largest rows are cut between any two elements instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["MOST_PADDING", "Layout", "plan_layout"]
+
+MOST_PADDING = 0.015
+ALIGNMENT = 16  # bytes: what vector loads of kernels want of a parameter's first element
+_MOST_TRIES = 512  # sizes of a part that are tried for one granularity
+
+
+class Layout(NamedTuple):
+    """A plan of a flat buffer.
+
+    `part`: elements of each rank's part. `offsets`: the first element of each parameter in the whole
+    buffer. `by_rows`: for each parameter, whether its cuts fall between rows (or blocks).
+    """
+
+    part: int
+    offsets: tuple[int, ...]
+    by_rows: tuple[bool, ...]
+
+    def cuts(self, index: int, size: int, ranks: int) -> tuple[int, ...]:
+        """Return the first element of each rank in a parameter, and its size: ``ranks + 1`` numbers."""
+        offset = self.offsets[index]
+        return tuple(min(max(rank * self.part - offset, 0), size) for rank in range(ranks + 1))
+
+
+def plan_layout(sizes: Sequence[int], grains: Sequence[int], ranks: int, *, itemsize: int = 4) -> Layout:
+    """Plan the flat buffer of a unit.
+
+    Args:
+        sizes: Elements of each parameter, in the unit's order.
+        grains: For each parameter the elements that stay together: those of a row, or of a block of rows.
+        ranks: The number of equal parts.
+        itemsize: Bytes of an element. Parameters and parts begin at multiples of 16 bytes.
+
+    Returns:
+        The layout whose padding is at most `MOST_PADDING`, and which cuts as few parameters as it can
+        inside of a grain: those with the largest grains.
+    """
+    align = max(1, ALIGNMENT // itemsize)
+    total = sum(sizes)
+    if not total:
+        return Layout(align, (0,) * len(sizes), (True,) * len(sizes))
+    most = max(MOST_PADDING * total, align * (len(sizes) + ranks))
+    for largest in sorted({*grains, 1}, reverse=True):
+        kept = [grain if grain <= largest else 1 for grain in grains]
+        found = _plan_by_grains(sizes, kept, ranks, align)
+        if found is not None and (found[0] * ranks - total <= most or largest == 1):
+            break
+    layout = Layout(*found, ())
+    by_rows = [
+        all(cut % grain == 0 or cut == size for cut in layout.cuts(index, size, ranks))
+        for index, (size, grain) in enumerate(zip(sizes, grains, strict=True))
+    ]
+    return layout._replace(by_rows=tuple(by_rows))
+
+
+def _plan_by_grains(sizes, grains, ranks: int, align: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return the smallest part that is found and the offsets in it; None where none is found."""
+    least = _round_up(-(-sum(sizes) // ranks), align)
+    best = None
+    for unit in sorted({math.lcm(align, grain) for grain in (1, *grains, math.lcm(*grains))}):
+        part = _round_up(least, unit)
+        step = unit if unit > align else max(align, _round_up(part // 1024, align))
+        for _ in range(_MOST_TRIES):
+            if best is not None and part >= best[0]:
+                break
+            offsets = _place(sizes, grains, part, align)
+            if offsets is not None and offsets[-1] + sizes[-1] <= part * ranks:
+                best = part, tuple(offsets)
+                break
+            part += step
+    return best
+
+
+def _place(sizes, grains, part: int, align: int) -> list[int] | None:
+    """Place parameters one after the other in parts of this size; None where a cut would fall inside a grain."""
+    offsets, at = [], 0
+    for size, grain in zip(sizes, grains, strict=True):
+        start = _round_up(at, align)
+        end = (start // part + 1) * part  # of the part that has the next element
+        if start + size > end:
+            start += (end - start) % grain  # the first cut is between grains
+            is_cut_again = start + size > end + part
+            if start % align or (is_cut_again and part % grain):
+                if size > part:
+                    return None
+                start = end  # a part of its own, whole
+        offsets.append(start)
+        at = start + size
+    return offsets
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

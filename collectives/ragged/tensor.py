@@ -1,0 +1,481 @@
+"""RaggedTensor: a DTensor whose ranks have any number of rows each.
+
+Operations are dispatched in four ways, and nothing else:
+- element by element, forward and in place: on the local rows, which need no communication;
+- norms and sums of all elements: on the local rows, then one all-reduce; the result is replicated;
+- reads of the whole tensor (products, views, dimensional reductions): by DTensor on the gathered
+  tensor. What they return is replicated. Writes into a view of it would be lost, so they raise;
+- random numbers: each rank draws those of the whole tensor and keeps its own, so that ranks with one
+  seed have what one process would have.
+Everything that mixes a shard with a plain tensor or with a shard of other bounds raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+
+from ..errors import InvalidUsage
+from ..rendezvous.process_groups import get_communicator
+from ..torch_compat import DTensorSpec, TensorMeta, foreach_types, optimizer_types
+from .placement import RaggedShard
+
+__all__ = ["RaggedTensor"]
+
+aten = torch.ops.aten
+
+
+class RaggedTensor(DTensor):
+    """A DTensor with a `RaggedShard` on the last dimension of its mesh, and replicas on the others."""
+
+    # ---- How to make one.
+
+    @staticmethod
+    def from_local(
+        local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placement: RaggedShard
+    ) -> RaggedTensor:
+        """Make a tensor of this rank's part, which it views."""
+        stride = torch.empty(shape, device="meta").stride()
+        placements = (Replicate(),) * (mesh.ndim - 1) + (placement,)
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
+        return _wrap_local(local, spec)
+
+    @staticmethod
+    def from_full(full: torch.Tensor, mesh: DeviceMesh, placement: RaggedShard) -> RaggedTensor:
+        """Make a tensor of a whole one that all ranks have: a copy of this rank's part."""
+        local = placement.cut(full.detach(), mesh.get_local_rank(mesh.ndim - 1)).clone()
+        return RaggedTensor.from_local(local, full.shape, mesh, placement)
+
+    # ---- What it is.
+
+    @property
+    def ragged(self) -> RaggedShard:
+        return self._spec.placements[-1]
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank in the mesh dimension that shards."""
+        mesh = self._spec.mesh
+        return mesh.get_local_rank(mesh.ndim - 1)
+
+    @property
+    def data(self) -> RaggedTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Copy values: this rank's part stays where it is, in the unit's flat buffer."""
+        with torch.no_grad():
+            self.detach().copy_(values)
+
+    def like(self, local: torch.Tensor) -> RaggedTensor:
+        """Make a tensor with other values, perhaps of another dtype, and the same bounds."""
+        spec = self._spec
+        if local.dtype == spec.tensor_meta.dtype:
+            return _wrap_local(local, spec)
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        return _wrap_local(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
+
+    def __repr__(self) -> str:
+        return f"RaggedTensor({self._local_tensor!r}, shape={list(self.shape)}, placements={self.placements})"
+
+    # ---- The whole tensor.
+
+    def gathered(self) -> DTensor:
+        """Return the replicated tensor. A collective of the ranks of the shards; blocks on the host engine."""
+        return _replicated(_gather(self), self._spec.mesh)
+
+    def full_tensor(self, *, grad_placements=None) -> torch.Tensor:
+        """Return the whole tensor, on every rank. A collective of the ranks of the shards."""
+        return _FullTensor.apply(self)
+
+    def redistribute(self, device_mesh=None, placements=None, *, async_op=False, **options) -> DTensor:
+        """Return the tensor with other placements, by way of the replicated one. A collective."""
+        placements = self.placements if placements is None else tuple(placements)
+        if device_mesh in (None, self.device_mesh) and placements == self.placements:
+            return self
+        full = _dtensor_of(_FullTensor.apply(self), self.device_mesh)
+        if any(isinstance(each, RaggedShard) for each in placements):
+            return RaggedTensor.from_full(full.to_local(), self.device_mesh, placements[-1])
+        return full.redistribute(device_mesh, placements, async_op=async_op, **options)
+
+    # ---- torch.distributed.checkpoint's protocol.
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        boxes = self.ragged.boxes(self.shape, self.shard_rank)
+        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size, _ in boxes]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]  # fmt: skip
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for offset, size, span in self.ragged.boxes(self.shape, self.shard_rank):
+            if torch.Size(offset) == index.offset:
+                return self._local_tensor.view(-1)[span].view(size)
+        raise InvalidUsage(f"this rank has no part of {index.fqn} at {index.offset}")
+
+    # ---- Pickles, copies, tracing.
+
+    def __reduce_ex__(self, protocol):
+        spec = self._spec
+        parts = self._local_tensor.detach(), self.shape, spec.mesh, spec.placements[-1], self.requires_grad
+        return _rebuild, parts
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):
+        made = DTensor.__tensor_unflatten__(inner_tensors, context, outer_size, outer_stride)
+        return _wrap_local(made._local_tensor, made._spec).requires_grad_(made.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        run = _DISPATCH.get(func)
+        if run is None:
+            run = _DISPATCH[func] = _choose_way(func)
+        return run(func, args, kwargs)
+
+
+for _known in (optimizer_types, foreach_types):
+    if RaggedTensor not in _known:
+        _known.append(RaggedTensor)
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole tensor; its gradient is this rank's part of the gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.like = tensor.detach()
+        return _gather(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.like.like(ctx.like.ragged.cut(grad, ctx.like.shard_rank).clone())
+
+
+class _GatheredView(DTensor):
+    """A view of a gathered tensor, which is temporary: reads are DTensor's, writes raise."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        written = [arg for arg, formal in zip(args, func._schema.arguments, strict=False) if _is_written(formal)]
+        if any(isinstance(arg, _GatheredView) for arg in written):
+            raise InvalidUsage(
+                f"{func._schema.name} would write to a view of a sharded parameter. The view is of a temporary copy, so "
+                "the write would be lost: write to the whole parameter, or to its own rows by to_local()"
+            )
+        return _view_or_result(func, func(*map(_as_dtensor, args), **(kwargs or {})))
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _wrap_local(local: torch.Tensor, spec: DTensorSpec) -> RaggedTensor:
+    # Not of `local` itself: torch 2.13 takes over its storage offset, and then data_ptr() isn't 0, from
+    # which copy.deepcopy and the stager of async_save see that a tensor has no storage.
+    kind = local.dtype, local.device
+    empty = _EMPTY.get(kind)
+    if empty is None:
+        empty = _EMPTY[kind] = local.new_empty(0)
+    made = RaggedTensor(empty, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def _rebuild(local, shape, mesh, placement, requires_grad) -> RaggedTensor:
+    return RaggedTensor.from_local(local, shape, mesh, placement).requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild, RaggedShard, RaggedTensor])
+
+
+def _replicated(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    placements = (Replicate(),) * mesh.ndim
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(full.shape, full.stride(), full.dtype))
+    return DTensor(full, spec, requires_grad=False)
+
+
+def _dtensor_of(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a replicated tensor whose gradient goes back to `full`."""
+    return DTensor.from_local(full, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+
+
+def _communicator(spec: DTensorSpec, device: torch.device):
+    return get_communicator(spec.mesh.get_group(spec.mesh.ndim - 1), device)
+
+
+def _gather(tensor: RaggedTensor) -> torch.Tensor:
+    """Return the whole tensor: each rank broadcasts its part into it."""
+    local, placement = tensor._local_tensor.detach(), tensor.ragged
+    full = local.new_empty(tensor.shape)
+    if full.is_meta:
+        return full
+    rank = tensor.shard_rank
+    placement.cut(full, rank).copy_(local)
+    parts = [(placement.cut(full, peer), peer) for peer in range(len(placement.counts))]
+    if len(parts) > 1:
+        comm = _communicator(tensor._spec, local.device)
+        with comm.group():
+            for part, peer in parts:
+                if part.numel():
+                    comm.broadcast(part, root=peer)
+    return full
+
+
+# ---- Which way an operation takes.
+
+# Element by element, though torch doesn't tag them as pointwise.
+_ELEMENTWISE = {
+    "detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lift_fresh", "empty_like", "zeros_like", "ones_like",
+    "full_like", "is_pinned", "pin_memory", "_pin_memory", "positive", "_foreach_copy_",
+}  # fmt: skip
+_LISTS_NOT_ELEMENTWISE = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+
+
+def _choose_way(func) -> Callable:
+    name = func._schema.name.removeprefix("aten::")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _run_random
+    if name.startswith(("_foreach_", "_fused_")):
+        return _run_gathered if name.startswith(_LISTS_NOT_ELEMENTWISE) else _run_list
+    functional = getattr(aten, name.removesuffix("_"), None)
+    same = getattr(functional, func._overloadname, func)
+    if torch.Tag.pointwise in func.tags or torch.Tag.pointwise in same.tags or name in _ELEMENTWISE:
+        return _run_local
+    return _run_gathered
+
+
+def _is_written(formal) -> bool:
+    return formal.alias_info is not None and formal.alias_info.is_write
+
+
+def _refuse_mix(func, tensor, other, why: str):
+    raise InvalidUsage(
+        f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: use a tensor "
+        "with the same placements, as torch.zeros_like(param) makes it, or compute on param.to_local()"
+    )
+
+
+# ---- Element by element.
+
+
+def _run_local(func, args, kwargs):
+    first = args[0]
+    like = first if type(first) is RaggedTensor else _find_ragged(args, kwargs)
+    if like is not first and isinstance(first, torch.Tensor) and _is_written(func._schema.arguments[0]):
+        _refuse_mix(func, like, first, "a write to a tensor that is placed otherwise")
+    made = func(
+        *[_part_of(func, arg, like) if isinstance(arg, torch.Tensor) else arg for arg in args],
+        **{key: _part_of(func, arg, like) if isinstance(arg, torch.Tensor) else arg for key, arg in kwargs.items()},
+    )
+    if not isinstance(made, torch.Tensor):
+        return made
+    returned = func._schema.returns[0].alias_info
+    if returned is not None and returned.is_write:
+        return kwargs.get("out", first)
+    return like.like(made)
+
+
+def _find_ragged(args, kwargs) -> RaggedTensor:
+    return next(arg for arg in (*args, *kwargs.values()) if type(arg) is RaggedTensor)
+
+
+def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
+    """Return an argument as a tensor that broadcasts with the local part of `like`."""
+    if type(arg) is RaggedTensor:
+        if arg._spec is like._spec or (arg._spec.placements == like._spec.placements and arg.shape == like.shape):
+            return arg._local_tensor
+        return _refuse_mix(func, like, arg, f"one of {arg.placements}")
+    if isinstance(arg, DTensor):
+        if not all(each.is_replicate() for each in arg.placements):
+            return _refuse_mix(func, like, arg, f"a DTensor of {arg.placements}")
+        arg = arg._local_tensor
+    elif arg.dim():
+        return _refuse_mix(func, like, arg, "a plain tensor")
+    if not arg.dim():
+        return arg
+    if not like.ragged.by_rows:
+        return like.ragged.cut(arg.expand(like.shape), like.shard_rank)
+    if arg.dim() < like.dim() or len(arg) == 1 != len(like):
+        return arg  # broadcast over the rows
+    return like.ragged.cut(arg, like.shard_rank)
+
+
+def _run_list(func, args, kwargs):
+    """Run a foreach or fused operation on lists of local parts."""
+    firsts = args[0]
+
+    def locals_of(arg):
+        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor):
+            return [_local_of_pair(func, each, first) for each, first in zip(arg, firsts, strict=True)]
+        return arg._local_tensor if isinstance(arg, DTensor) else arg
+
+    made = func(*[locals_of(arg) for arg in args], **{key: locals_of(arg) for key, arg in kwargs.items()})
+    if made is None:
+        return None
+    return [first.like(each) if type(first) is RaggedTensor else each for each, first in zip(made, firsts, strict=True)]
+
+
+def _local_of_pair(func, arg, first):
+    """Return the local part of a list's element beside that of the first list's."""
+    if type(arg) is RaggedTensor:
+        if type(first) is not RaggedTensor:
+            _refuse_mix(func, arg, first, "a write to a tensor that is placed otherwise")
+        if arg is first or arg._spec is first._spec or arg._spec.placements == first._spec.placements:
+            return arg._local_tensor
+        _refuse_mix(func, first, arg, f"one of {arg.placements}")
+    if type(first) is RaggedTensor:
+        return _part_of(func, arg, first)
+    return arg
+
+
+# ---- Norms and sums.
+
+
+def _reduce_over_shards(tensors: list[RaggedTensor], values: torch.Tensor, op: str) -> torch.Tensor:
+    """All-reduce one value of each tensor's local part, in place."""
+    spec = tensors[0]._spec
+    if len(tensors[0].ragged.counts) > 1:
+        _communicator(spec, values.device).all_reduce(values, op)
+    return values
+
+
+def _norms(tensors: list[RaggedTensor], order: float, norm_of_locals: Callable) -> torch.Tensor:
+    """Return the norms of whole tensors; `norm_of_locals` returns those of local parts."""
+    locals_ = [each._local_tensor if each._local_tensor.numel() else each._local_tensor.new_zeros(1) for each in tensors]
+    norms = torch.stack(norm_of_locals(locals_))
+    if order == float("inf"):
+        return _reduce_over_shards(tensors, norms, "max")
+    return (_reduce_over_shards(tensors, norms.double() ** order, "sum") ** (1 / order)).to(norms.dtype)
+
+
+def _vector_norm(func, args, kwargs):
+    order = args[1] if len(args) > 1 else 2
+    if len(args) > 2 or kwargs.keys() - {"dtype"} or order <= 0:
+        return _run_gathered(func, args, kwargs)
+    norm = _norms([args[0]], order, lambda locals_: [func(locals_[0], order, **kwargs)])
+    return _replicated(norm[0], args[0]._spec.mesh)
+
+
+def _foreach_norm(func, args, kwargs):
+    tensors, order = args[0], args[1] if len(args) > 1 else 2
+    if order <= 0 or any(type(each) is not RaggedTensor or each._spec.mesh != tensors[0]._spec.mesh for each in tensors):
+        return [torch.linalg.vector_norm(each, order, **kwargs) for each in tensors]
+    norms = _norms(tensors, order, lambda locals_: func(locals_, order, **kwargs))
+    return list(_replicated(norms, tensors[0]._spec.mesh).unbind())
+
+
+def _sum(func, args, kwargs):
+    total = func(args[0]._local_tensor, **kwargs)
+    return _replicated(_reduce_over_shards([args[0]], total, "sum"), args[0]._spec.mesh)
+
+
+def _check_finite_and_unscale(func, args, kwargs):
+    grads, found_inf, inverse_scale = args
+    func([each._local_tensor for each in grads], found_inf, inverse_scale)
+    _reduce_over_shards(grads, found_inf, "max")
+
+
+def _compare(func, args, kwargs):
+    """Whether two tensors are equal, or close: the same answer on all ranks."""
+    like = _find_ragged(args, kwargs)
+    a, b = (_part_of(func, arg, like) for arg in args[:2])
+    differs = torch.tensor([not func(a, b, *args[2:], **kwargs)], dtype=torch.int32, device=a.device)
+    return not _reduce_over_shards([like], differs, "max").item()
+
+
+# ---- The whole tensor.
+
+
+def _as_dtensor(arg):
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(map(_as_dtensor, arg))
+    if type(arg) is RaggedTensor:
+        return arg.gathered()
+    return DTensor(arg._local_tensor, arg._spec, requires_grad=False) if type(arg) is _GatheredView else arg
+
+
+def _view_or_result(func, made):
+    """Return what an operation on a gathered tensor has made; views of it can't be written to."""
+    if isinstance(made, (list, tuple)):
+        return type(made)(_view_or_result(func, each) for each in made)
+    if isinstance(made, DTensor) and any(each.alias_info is not None for each in func._schema.returns):
+        return _GatheredView(made._local_tensor, made._spec, requires_grad=False)
+    return made
+
+
+def _run_gathered(func, args, kwargs):
+    """Run an operation on the gathered tensor, and keep this rank's part of what it writes."""
+    formals = func._schema.arguments
+    writes = [type(arg) is RaggedTensor and _is_written(formal) for arg, formal in zip(args, formals, strict=False)]
+    full = list(map(_as_dtensor, args))
+    made = func(*full, **{key: _as_dtensor(arg) for key, arg in kwargs.items()})
+    for arg, whole, is_written in zip(args, full, writes, strict=True):
+        if is_written:
+            arg._local_tensor.copy_(arg.ragged.cut(whole._local_tensor, arg.shard_rank))
+    if any(writes):
+        return args[writes.index(True)]
+    return _view_or_result(func, made)
+
+
+def _run_random(func, args, kwargs):
+    """Draw the numbers of the whole tensor, as one process would, and keep this rank's part."""
+    like = _find_ragged(args, kwargs)
+    is_in_place = _is_written(func._schema.arguments[0])
+
+    def whole(arg):
+        if type(arg) is not RaggedTensor:
+            return arg._local_tensor if isinstance(arg, DTensor) else arg
+        if is_in_place and arg is args[0]:  # its values don't matter to those that are drawn
+            return torch.empty(arg.shape, dtype=arg.dtype, device=arg._local_tensor.device)
+        return _gather(arg)
+
+    made = func(*map(whole, args), **{key: whole(arg) for key, arg in kwargs.items()})
+    part = like.ragged.cut(made, like.shard_rank)
+    if is_in_place:
+        like._local_tensor.copy_(part)
+        return like
+    return like.like(part.clone())
+
+
+def _view(func, args, kwargs):
+    tensor, size = args
+    if tuple(size) != tuple(tensor.shape):
+        return _run_gathered(func, args, kwargs)
+    return tensor.like(tensor._local_tensor.view_as(tensor._local_tensor))
+
+
+def _new(func, args, kwargs):
+    tensor, size, *rest = args
+    if tuple(size) != tuple(tensor.shape):
+        return func(tensor._local_tensor, size, *rest, **kwargs)
+    return tensor.like(func(tensor._local_tensor, tensor._local_tensor.shape, *rest, **kwargs))
+
+
+_DISPATCH: dict[Any, Callable] = {
+    aten.new_empty.default: _new,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.sum.default: _sum,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite_and_unscale,
+    aten.view.default: _view,
+    aten.equal.default: _compare,
+    aten.allclose.default: _compare,
+    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
+}
