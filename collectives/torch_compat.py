@@ -46,6 +46,7 @@ __all__ = [
     "premul_sum",
     "reset_group_names",
     "storage_use_count",
+    "swap_storage_memory",
     "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
@@ -161,6 +162,11 @@ def cuda_current_raw_stream(index: int) -> int:
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Return how many tensors and other objects share a tensor's storage."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def swap_storage_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages of one size, or of one that has none. Since 2.12."""
+    storage._swap_data_ptr_(other)
 
 
 # ---- torch.distributed. Builds without it have none of these.

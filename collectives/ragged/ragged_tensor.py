@@ -3,8 +3,8 @@
 Operations are dispatched in four ways, and nothing else:
 - element by element, forward and in place: on the local rows, which need no communication;
 - norms and sums of all elements: on the local rows, then one all-reduce; the result is replicated;
-- reads of the whole tensor (products, views, dimensional reductions): by DTensor on the gathered
-  tensor. What they return is replicated. Writes into a view of it would be lost, so they raise;
+- everything that needs the whole tensor (products, views, reductions of a dimension): by DTensor on the
+  gathered tensor. What they return is replicated. What is written to a view goes to the shards, too;
 - random numbers: each rank draws those of the whole tensor and keeps its own, so that ranks with one
   seed have what one process would have.
 Everything that mixes a shard with a plain tensor or with a shard of other bounds raises.
@@ -167,17 +167,32 @@ class _FullTensor(torch.autograd.Function):
 
 
 class _GatheredView(DTensor):
-    """A view of a gathered tensor, which is temporary: reads are DTensor's, writes raise."""
+    """A view of a gathered tensor: what is written to it is also written to the shards."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        written = [arg for arg, formal in zip(args, func._schema.arguments, strict=False) if _is_written(formal)]
-        if any(isinstance(arg, _GatheredView) for arg in written):
+        made = func(*map(_as_dtensor, args), **{key: _as_dtensor(arg) for key, arg in (kwargs or {}).items()})
+        origin = _find(_GatheredView, args, kwargs or {})._origin
+        for arg, formal in zip(args, func._schema.arguments, strict=False):
+            if isinstance(arg, _GatheredView) and _is_written(formal):
+                arg._origin.write_back(func)
+                return arg
+        return _view_or_result(func, made, origin)
+
+
+class _Origin:
+    """The tensor of which a view was gathered, and the gathered copy."""
+
+    def __init__(self, tensor: RaggedTensor, full: torch.Tensor):
+        self.tensor, self.full, self.version = tensor, full, tensor._version
+
+    def write_back(self, func) -> None:
+        if self.tensor._version != self.version:
             raise InvalidUsage(
-                f"{func._schema.name} would write to a view of a sharded parameter. The view is of a temporary copy, so "
-                "the write would be lost: write to the whole parameter, or to its own rows by to_local()"
+                f"{func._schema.name} writes to a view of a sharded tensor {list(self.tensor.shape)} that was changed "
+                "after the view was taken: take the view anew"
             )
-        return _view_or_result(func, func(*map(_as_dtensor, args), **(kwargs or {})))
+        self.tensor._local_tensor.copy_(self.tensor.ragged.cut(self.full, self.tensor.shard_rank))
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -242,7 +257,7 @@ _ELEMENTWISE = {
     "detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lift_fresh", "empty_like", "zeros_like", "ones_like",
     "full_like", "is_pinned", "pin_memory", "_pin_memory", "positive", "_foreach_copy_",
 }  # fmt: skip
-_LISTS_NOT_ELEMENTWISE = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+_LISTS_NOT_ELEMENTWISE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
 def _choose_way(func) -> Callable:
@@ -250,7 +265,7 @@ def _choose_way(func) -> Callable:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _run_random
     if name.startswith(("_foreach_", "_fused_")):
-        return _run_gathered if name.startswith(_LISTS_NOT_ELEMENTWISE) else _run_list
+        return _run_gathered if name in _LISTS_NOT_ELEMENTWISE else _run_list
     functional = getattr(aten, name.removesuffix("_"), None)
     same = getattr(functional, func._overloadname, func)
     if torch.Tag.pointwise in func.tags or torch.Tag.pointwise in same.tags or name in _ELEMENTWISE:
@@ -274,9 +289,11 @@ def _refuse_mix(func, tensor, other, why: str):
 
 def _run_local(func, args, kwargs):
     first = args[0]
-    like = first if type(first) is RaggedTensor else _find_ragged(args, kwargs)
+    like = first if type(first) is RaggedTensor else _find(RaggedTensor, args, kwargs)
     if like is not first and isinstance(first, torch.Tensor) and _is_written(func._schema.arguments[0]):
-        _refuse_mix(func, like, first, "a write to a tensor that is placed otherwise")
+        if not _is_replicated(first):
+            _refuse_mix(func, like, first, "a write to a tensor that is placed otherwise")
+        return _run_gathered(func, args, kwargs)
     made = func(
         *[_part_of(func, arg, like) if isinstance(arg, torch.Tensor) else arg for arg in args],
         **{key: _part_of(func, arg, like) if isinstance(arg, torch.Tensor) else arg for key, arg in kwargs.items()},
@@ -289,8 +306,14 @@ def _run_local(func, args, kwargs):
     return like.like(made)
 
 
-def _find_ragged(args, kwargs) -> RaggedTensor:
-    return next(arg for arg in (*args, *kwargs.values()) if type(arg) is RaggedTensor)
+def _find(cls, args, kwargs):
+    """Return the first argument of a class, also in a list."""
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is cls:
+            return arg
+        if isinstance(arg, (list, tuple)) and (found := _find(cls, arg, {})) is not None:
+            return found
+    return None
 
 
 def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
@@ -300,7 +323,7 @@ def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
             return arg._local_tensor
         return _refuse_mix(func, like, arg, f"one of {arg.placements}")
     if isinstance(arg, DTensor):
-        if not all(each.is_replicate() for each in arg.placements):
+        if not _is_replicated(arg):
             return _refuse_mix(func, like, arg, f"a DTensor of {arg.placements}")
         arg = arg._local_tensor
     elif arg.dim():
@@ -326,20 +349,30 @@ def _run_list(func, args, kwargs):
     made = func(*[locals_of(arg) for arg in args], **{key: locals_of(arg) for key, arg in kwargs.items()})
     if made is None:
         return None
-    return [first.like(each) if type(first) is RaggedTensor else each for each, first in zip(made, firsts, strict=True)]
+    return [_wrap_as(first, each) for each, first in zip(made, firsts, strict=True)]
 
 
 def _local_of_pair(func, arg, first):
-    """Return the local part of a list's element beside that of the first list's."""
-    if type(arg) is RaggedTensor:
-        if type(first) is not RaggedTensor:
-            _refuse_mix(func, arg, first, "a write to a tensor that is placed otherwise")
-        if arg is first or arg._spec is first._spec or arg._spec.placements == first._spec.placements:
-            return arg._local_tensor
-        _refuse_mix(func, first, arg, f"one of {arg.placements}")
+    """Return the local part of a list's element that goes with one of the first list."""
     if type(first) is RaggedTensor:
-        return _part_of(func, arg, first)
-    return arg
+        if arg is first:
+            return arg._local_tensor
+        return _part_of(func, arg, first) if isinstance(arg, torch.Tensor) else arg
+    if type(arg) is RaggedTensor:
+        if not _is_replicated(first):
+            _refuse_mix(func, arg, first, "a write to a tensor that is placed otherwise")
+        return _gather(arg)
+    return arg._local_tensor if _is_replicated(arg) else arg
+
+
+def _wrap_as(first, local: torch.Tensor):
+    if type(first) is RaggedTensor:
+        return first.like(local)
+    return _replicated(local, first._spec.mesh) if _is_replicated(first) else local
+
+
+def _is_replicated(arg) -> bool:
+    return isinstance(arg, DTensor) and all(each.is_replicate() for each in arg.placements)
 
 
 # ---- Norms and sums.
@@ -391,7 +424,7 @@ def _check_finite_and_unscale(func, args, kwargs):
 
 def _compare(func, args, kwargs):
     """Whether two tensors are equal, or close: the same answer on all ranks."""
-    like = _find_ragged(args, kwargs)
+    like = _find(RaggedTensor, args, kwargs)
     a, b = (_part_of(func, arg, like) for arg in args[:2])
     differs = torch.tensor([not func(a, b, *args[2:], **kwargs)], dtype=torch.int32, device=a.device)
     return not _reduce_over_shards([like], differs, "max").item()
@@ -401,6 +434,7 @@ def _compare(func, args, kwargs):
 
 
 def _as_dtensor(arg):
+    """Return a sharded tensor as a gathered one, also in lists; a collective."""
     if isinstance(arg, (list, tuple)):
         return type(arg)(map(_as_dtensor, arg))
     if type(arg) is RaggedTensor:
@@ -408,13 +442,15 @@ def _as_dtensor(arg):
     return DTensor(arg._local_tensor, arg._spec, requires_grad=False) if type(arg) is _GatheredView else arg
 
 
-def _view_or_result(func, made):
-    """Return what an operation on a gathered tensor has made; views of it can't be written to."""
+def _view_or_result(func, made, origin: _Origin):
+    """Return what an operation on a gathered tensor has made; of views with the tensor that they view."""
     if isinstance(made, (list, tuple)):
-        return type(made)(_view_or_result(func, each) for each in made)
-    if isinstance(made, DTensor) and any(each.alias_info is not None for each in func._schema.returns):
-        return _GatheredView(made._local_tensor, made._spec, requires_grad=False)
-    return made
+        return type(made)(_view_or_result(func, each, origin) for each in made)
+    if not isinstance(made, DTensor) or all(each.alias_info is None for each in func._schema.returns):
+        return made
+    view = _GatheredView(made._local_tensor, made._spec, requires_grad=False)
+    view._origin = origin
+    return view
 
 
 def _run_gathered(func, args, kwargs):
@@ -428,12 +464,13 @@ def _run_gathered(func, args, kwargs):
             arg._local_tensor.copy_(arg.ragged.cut(whole._local_tensor, arg.shard_rank))
     if any(writes):
         return args[writes.index(True)]
-    return _view_or_result(func, made)
+    first = args[0]
+    return _view_or_result(func, made, _Origin(first, full[0]._local_tensor) if type(first) is RaggedTensor else None)
 
 
 def _run_random(func, args, kwargs):
     """Draw the numbers of the whole tensor, as one process would, and keep this rank's part."""
-    like = _find_ragged(args, kwargs)
+    like = _find(RaggedTensor, args, kwargs)
     is_in_place = _is_written(func._schema.arguments[0])
 
     def whole(arg):
@@ -461,7 +498,7 @@ def _view(func, args, kwargs):
 def _new(func, args, kwargs):
     tensor, size, *rest = args
     if tuple(size) != tuple(tensor.shape):
-        return func(tensor._local_tensor, size, *rest, **kwargs)
+        return _replicated(func(tensor._local_tensor, size, *rest, **kwargs), tensor._spec.mesh)
     return tensor.like(func(tensor._local_tensor, tensor._local_tensor.shape, *rest, **kwargs))
 
 
