@@ -54,6 +54,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "untraced",
+    "will_engine_execute",
 ]
 
 # The first version that has all of them but those that say otherwise. 2.7 has no
@@ -167,6 +168,11 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 def swap_storage_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the memory of two storages of one size, or of one that has none. Since 2.12."""
     storage._swap_data_ptr_(other)
+
+
+def will_engine_execute(node) -> bool:
+    """Whether the backward in progress runs a node of autograd's graph."""
+    return torch._C._will_engine_execute_node(node)
 
 
 # ---- torch.distributed. Builds without it have none of these.
