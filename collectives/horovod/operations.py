@@ -583,7 +583,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: The process set.
 
     Returns:
-        False for the global one, and one not in use.
+        True; False for the global one, and one not in use.
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
