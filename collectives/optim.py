@@ -395,7 +395,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class SGD(FusedOptimizer):
-    """torch.optim.SGD in one pass. Arguments that aren't described below are torch's.
+    """torch.optim.SGD in one pass.
 
     With masters a step is the masters'. It detects writes of others to the parameters by autograd's
     version counters; after writes that these don't count (``param.data.fill_(...)``, by NumPy) call
@@ -404,7 +404,13 @@ class SGD(FusedOptimizer):
     Args:
         params: Parameters, or param groups.
         lr: The learning rate, a number or a tensor of one element.
+        momentum: As in torch.optim.SGD.
+        dampening: As in torch.optim.SGD.
+        weight_decay: As in torch.optim.SGD.
+        nesterov: As in torch.optim.SGD.
+        maximize: As in torch.optim.SGD.
         foreach: Accepted, without effect.
+        differentiable: True is refused.
         fused: Accepted, without effect.
         master_weights: Keep fp32 masters of bf16 and fp16 parameters.
         stochastic_rounding: Round bf16 parameters at random, each step and each element with bits
@@ -463,16 +469,21 @@ class SGD(FusedOptimizer):
 
 
 class Adam(FusedOptimizer):
-    """torch.optim.Adam in one pass. Arguments that aren't described below are torch's.
-
-    Masters behave as those of `SGD`.
+    """torch.optim.Adam in one pass. Masters are kept as in `SGD`.
 
     Args:
         params: Parameters, or param groups.
         lr: The learning rate, a number or a tensor of one element.
+        betas: As in torch.optim.Adam.
+        eps: As in torch.optim.Adam.
+        weight_decay: As in torch.optim.Adam.
+        amsgrad: As in torch.optim.Adam.
         foreach: Accepted, without effect.
+        maximize: As in torch.optim.Adam.
         capturable: Accepted, without effect.
+        differentiable: True is refused.
         fused: Accepted, without effect.
+        decoupled_weight_decay: As in torch.optim.Adam.
         master_weights: As in `SGD`.
         stochastic_rounding: As in `SGD`.
         seed: As in `SGD`.

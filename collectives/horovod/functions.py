@@ -72,7 +72,9 @@ def broadcast_object(obj, root_rank: int = 0, name: str | None = None, process_s
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return a function of one argument, the object, that calls `broadcast_object`."""
+    """Return a function of one argument, the object, that calls `broadcast_object` with these
+    arguments.
+    """
     return functools.partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 

@@ -201,16 +201,19 @@ def check_statistics(statistics, op: str) -> None:
 class Statistics:
     """The sum of squares and the number of non-finite values that a kernel finds in its pass.
 
-    ``sum_of_squares``: float64, ``nonfinite``: int64, both of one element; each call that gets this
-    object overwrites them. Squares are of the values after scaling and before rounding, taken and
-    added in fp32 (fp64 for fp64) inside of tiles of 4,096 elements, then in fp64, in an order that
-    depends on neither device nor threads. A value counts as non-finite also where rounding it to
-    the destination's type makes it infinite.
+    Each call that gets this object overwrites both. Squares are of the values after scaling and
+    before rounding, taken and added in fp32 (fp64 for fp64) inside of tiles of 4,096 elements, then
+    in fp64, in an order that depends on neither device nor threads. A value counts as non-finite
+    also where rounding it to the destination's type makes it infinite.
 
     On a GPU the results are there for whatever follows on the same stream; use one object a stream.
 
     Args:
         device: The device of the two tensors.
+
+    Attributes:
+        sum_of_squares: A float64 tensor of one element.
+        nonfinite: An int64 tensor of one element.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):

@@ -40,13 +40,9 @@ class Table:
     """Tensors and their places in a flat buffer, made once for any number of ``pack`` and
     ``unpack`` calls.
 
-    A table holds its tensors, and each call checks that they still lie where they did. A short one
-    is passed to a GPU with each launch; a longer one is copied there at its first use on each
-    stream. The host waits for neither.
-
-    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat
-    buffer must have at least, with the last tensor's padding), ``nbytes`` (the same in bytes),
-    ``len()``.
+    ``len()`` is the number of tensors. A table holds its tensors, and each call checks that they
+    still lie where they did. A short one is passed to a GPU with each launch; a longer one is
+    copied there at its first use on each stream. The host waits for neither.
 
     Args:
         tensors: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes
@@ -57,6 +53,14 @@ class Table:
             tensors of all types, as bytes: the state of a module in one buffer, say.
         offsets: The place of each tensor's first element, in elements of the flat buffer, in any
             order and with any gaps. None: each tensor begins at the next multiple of 16 bytes.
+
+    Attributes:
+        tensors: The tensors.
+        dtype: The dtype of the flat buffer.
+        device: The device of the tensors.
+        offsets: The places of the tensors' first elements.
+        total: The elements that the flat buffer must have at least, with the last tensor's padding.
+        nbytes: The same in bytes.
 
     Raises:
         InvalidArgument: Names the index of the tensor that can't be used.
