@@ -68,9 +68,13 @@ _REGISTERED, _LEFT_ALONE, _TO_LEAVE_ALONE = "registered", "left alone", "to leav
 def leave_alone(ddp: DistributedDataParallel) -> None:
     """Keep torch's own all-reduce for one DDP object.
 
-    One rank's call counts for all ranks of the object's process group. Call it before the object's
-    first forward. It doesn't block. Raises `InvalidUsage` once `fused_allreduce` is registered,
-    because a hook can't be taken off.
+    One rank's call counts for all ranks of the object's process group. It doesn't block.
+
+    Args:
+        ddp: The object. Call it before the object's first forward.
+
+    Raises:
+        InvalidUsage: Once `fused_allreduce` is registered, because a hook can't be taken off.
     """
     if _outcomes.get(ddp) == _REGISTERED:
         raise InvalidUsage(

@@ -142,10 +142,17 @@ def complete(comm, number: int) -> None:
 
 
 def dump(folder: str | os.PathLike | None = None) -> list[Path]:
-    """Write the rings of this process's communicators into a folder; return the files.
+    """Write the rings of this process's communicators into a folder.
 
-    ``folder``: None for COLLECTIVES_FLIGHT_DIR, whose files are there already. Raises ``OSError``
-    where they can't be written, and ``ValueError`` where no folder is known.
+    Args:
+        folder: The folder. None: COLLECTIVES_FLIGHT_DIR, whose files are there already.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: Where the files can't be written.
+        ValueError: Where no folder is known.
     """
     folder = folder if folder is not None else os.environ.get(_DIR)
     if not folder:

@@ -28,11 +28,14 @@ _OF_ABSENCE = ("RemoteError", "CollectiveTimeout")  # errors that name ranks whi
 class Finding:
     """One thing that went wrong.
 
-    ``kind``: "died", "late", "missing", "different", "error", "stopped", "slow", "apart", "no file" or
-    "ended", of a rank that is not the cause;
-    ``communicator``: its name; ``ranks``: whom it is about, by that communicator's numbers;
-    ``text``: in words; ``at``: when, ns of the time of day, None where that isn't known; ``facts``:
-    further values, for programs.
+    Attributes:
+        kind: "died", "late", "missing", "different", "error", "stopped", "slow", "apart" or "no
+            file"; or "ended", of a rank that is not the cause.
+        communicator: The communicator's name.
+        ranks: The ranks that it is about, by that communicator's numbers.
+        text: The finding in words.
+        at: When, in ns of the time of day; None where that isn't known.
+        facts: Further values, for programs.
     """
 
     kind: str
@@ -46,7 +49,8 @@ class Finding:
 def analyse(rings: Iterable[RingFile]) -> list[Finding]:
     """Return what the rings say went wrong, the likely causes first.
 
-    ``rings``: of all ranks, as `read_folder` returns them.
+    Args:
+        rings: The rings of all ranks, as `read_folder` returns them.
     """
     groups: dict[str, dict[int, RingFile]] = defaultdict(dict)
     for ring in rings:  # of two files of one rank the later one counts

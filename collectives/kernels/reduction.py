@@ -43,9 +43,12 @@ class Sources:
     """The arrays of a reduction, checked once, and the table of their addresses where the kernel
     can read it.
 
-    ``sources``: from one up, with no limit, torch, NumPy or CuPy arrays of one dtype, size and
-    device, which are kept alive. Raises ``InvalidArgument``, which names the first array that can't
-    be used.
+    Args:
+        sources: torch, NumPy or CuPy arrays of one dtype, size and device, from one up, with no
+            limit, which are kept alive.
+
+    Raises:
+        InvalidArgument: Names the first array that can't be used.
     """
 
     def __init__(self, sources: Iterable):
@@ -113,15 +116,6 @@ def reduce_n(
 ) -> None:
     """Reduce n arrays into one, element by element, times ``scale`` and cast to ``out``'s dtype.
 
-    ``sources``: arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of
-    them, which saves the checks. ``out``: an array of that size and device; of any floating dtype
-    (fp64, fp32, fp16, bf16, fp8 e4m3 and e5m2) where the sources are floating, of their dtype where
-    they are integers. It may be one of the sources as a whole, and must not overlap one otherwise.
-    ``op``: "sum", "prod", "min", "max", or "avg", which divides the sum by n. ``scale``: for
-    floating types; a finite number, or an fp32 tensor of one element on the device, read when the
-    kernel runs. ``statistics``: for floating types; gets the sum of squares and the count of
-    non-finite elements.
-
     Elements are reduced in the order of the sources, in fp32 (fp64 where sources or ``out`` are);
     then averaged, then multiplied by the scale; here the statistics are taken; and rounded to
     ``out``'s dtype once, to nearest even; fp8 saturates. Integers wrap, and their average truncates
@@ -132,7 +126,22 @@ def reduce_n(
     the result.
 
     On the host it is done when this returns; on a GPU it is queued on torch's current stream.
-    Raises ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    Autograd doesn't see what is written.
+
+    Args:
+        sources: Arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of
+            them, which saves the checks.
+        out: An array of that size and device; of any floating dtype (fp64, fp32, fp16, bf16, fp8
+            e4m3 and e5m2) where the sources are floating, of their dtype where they are integers.
+            It may be one of the sources as a whole, and must not overlap one otherwise.
+        op: "sum", "prod", "min", "max", or "avg", which divides the sum by n.
+        scale: For floating types: a finite number, or an fp32 tensor of one element on the device,
+            read when the kernel runs.
+        statistics: For floating types: gets the sum of squares and the count of non-finite
+            elements.
+
+    Raises:
+        InvalidArgument: Before anything is written.
     """
     if isinstance(sources, Sources):
         table = sources

@@ -44,9 +44,13 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
 
     With MASTER_ADDR and MASTER_PORT, which torchrun sets, it is
     ``torch.distributed.init_process_group(backend, **options)``. mpirun and srun set no RANK, no
-    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and the ranks
-    get the port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
-    as `init()` and torch do.
+    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and the ranks get the
+    port over `comm`. Blocks until all ranks have come. Raises as `init()` and torch do.
+
+    Args:
+        backend: The backend, as torch takes it.
+        comm: The communicator by which the ranks get the port. None: that of `init()`.
+        **options: Further arguments of torch's function.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         who = identify_process() if comm is None else comm
