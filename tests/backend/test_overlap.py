@@ -1,6 +1,7 @@
 """Inputs that share memory with outputs: the same on all ranks, and the values of copies."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -75,6 +76,47 @@ def test_a_communicator_copies_first(machines, asynchronous):
     for wrong, calls in run_ranks(on_a_communicator, 3, machines, asynchronous):
         assert not wrong
         assert calls >= 28
+
+
+def behind_another(ctx, machines, asynchronous):
+    """The input is written by a call before, for which another rank still waits."""
+    with joined(ctx, machines) if machines else contextlib.nullcontext(ctx.communicator()) as comm:
+        size, rank, n = comm.size, comm.rank, 12
+        total = sum(memory(r, n) for r in range(size))
+        part, mine = n // size, slice(rank * n // size, (rank + 1) * n // size)
+        calls = {
+            "all_gather": (lambda m, x, a: comm.all_gather(m[1 : 1 + size * n], x, async_op=a), total.repeat(size)),
+            "all_reduce": (lambda m, x, a: comm.all_reduce(x, out=m[1 : 1 + n], async_op=a), size * total),
+            "reduce_scatter": (lambda m, x, a: comm.reduce_scatter(m[1 : 1 + part], x, async_op=a), size * total[mine]),
+            "all_to_all": (
+                lambda m, x, a: comm.all_to_all(list(m[1 : 1 + n].split(part)), list(x.split(part)), async_op=a),
+                total[mine].repeat(size),
+            ),
+            "direct": (
+                lambda m, x, a: comm.all_reduce(x, out=m[1 : 1 + n], algorithm="direct", async_op=a),
+                size * total,
+            ),
+        }
+        found = []
+        for name, (call, want) in calls.items():
+            for grouped in (False, True) if name != "direct" else (False,):
+                m = memory(rank, 64)
+                x = m[:n]
+                comm.barrier()
+                if rank == size - 1:
+                    time.sleep(0.05)
+                works = [comm.all_reduce(x, async_op=True)]
+                with comm.group() if grouped else contextlib.nullcontext():
+                    works.append(call(m, x, asynchronous))
+                for work in works[: 1 + asynchronous]:
+                    work.wait()
+                found.append((name, grouped, m[1 : 1 + len(want)].tolist(), want.tolist()))
+        return [each for each in found if each[2] != each[3]]
+
+
+@pytest.mark.parametrize(("machines", "asynchronous"), [("", False), ("", True), ("aab", True)])
+def test_the_copy_is_made_in_the_order_of_the_calls(machines, asynchronous):
+    assert run_ranks(behind_another, 3, machines, asynchronous) == [[]] * 3
 
 
 def algorithms(ctx):
