@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.backend.groups import over
 from tests.hosts import joined
 from tests.ranks import run_ranks
+from tests.streams.simulated import needs_simulation
 
 
 def memory(rank, n):
@@ -84,39 +85,45 @@ def behind_another(ctx, machines, asynchronous):
         size, rank, n = comm.size, comm.rank, 12
         total = sum(memory(r, n) for r in range(size))
         part, mine = n // size, slice(rank * n // size, (rank + 1) * n // size)
-        calls = {
-            "all_gather": (lambda m, x, a: comm.all_gather(m[1 : 1 + size * n], x, async_op=a), total.repeat(size)),
-            "all_reduce": (lambda m, x, a: comm.all_reduce(x, out=m[1 : 1 + n], async_op=a), size * total),
-            "reduce_scatter": (lambda m, x, a: comm.reduce_scatter(m[1 : 1 + part], x, async_op=a), size * total[mine]),
-            "all_to_all": (
-                lambda m, x, a: comm.all_to_all(list(m[1 : 1 + n].split(part)), list(x.split(part)), async_op=a),
-                total[mine].repeat(size),
-            ),
-            "direct": (
-                lambda m, x, a: comm.all_reduce(x, out=m[1 : 1 + n], algorithm="direct", async_op=a),
-                size * total,
-            ),
-        }
-        found = []
-        for name, (call, want) in calls.items():
-            for grouped in (False, True) if name != "direct" else (False,):
-                m = memory(rank, 64)
-                x = m[:n]
+
+        def calls(m, x):
+            """Yield (name, call, what it writes from m[1] on); x is the beginning of m, and has the total."""
+            yield "all_gather", lambda a: comm.all_gather(m[1 : 1 + size * n], x, async_op=a), total.repeat(size)
+            yield "all_reduce", lambda a: comm.all_reduce(x, out=m[1 : 1 + n], async_op=a), size * total
+            yield "reduce_scatter", lambda a: comm.reduce_scatter(m[1 : 1 + part], x, async_op=a), size * total[mine]
+            outs, inps = list(m[1 : 1 + n].split(part)), list(x.split(part))
+            yield "lists", lambda a: comm.all_to_all(outs, inps, async_op=a), total[mine].repeat(size)
+            direct = {"out": m[1 : 1 + n], "algorithm": "direct"}
+            yield "direct", lambda a: comm.all_reduce(x, async_op=a, **direct), size * total
+
+        wrong = []
+        for number in range(5):
+            for grouped in (False, True):
+                m = memory(rank, 64).to(comm.device)
+                name, call, want = list(calls(m, m[:n]))[number]
+                if grouped and name == "direct":
+                    continue
                 comm.barrier()
                 if rank == size - 1:
                     time.sleep(0.05)
-                works = [comm.all_reduce(x, async_op=True)]
+                works = [comm.all_reduce(m[:n], async_op=True)]
                 with comm.group() if grouped else contextlib.nullcontext():
-                    works.append(call(m, x, asynchronous))
+                    works.append(call(asynchronous))
                 for work in works[: 1 + asynchronous]:
                     work.wait()
-                found.append((name, grouped, m[1 : 1 + len(want)].tolist(), want.tolist()))
-        return [each for each in found if each[2] != each[3]]
+                if m[1 : 1 + len(want)].tolist() != want.tolist():
+                    wrong.append((name, grouped))
+    return wrong
 
 
 @pytest.mark.parametrize(("machines", "asynchronous"), [("", False), ("", True), ("aab", True)])
 def test_the_copy_is_made_in_the_order_of_the_calls(machines, asynchronous):
     assert run_ranks(behind_another, 3, machines, asynchronous) == [[]] * 3
+
+
+@needs_simulation
+def test_the_copy_is_made_in_the_order_of_the_calls_on_gpus():
+    assert run_ranks(behind_another, 2, "", True, device="simulated") == [[]] * 2
 
 
 def algorithms(ctx):
