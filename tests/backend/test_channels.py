@@ -348,9 +348,9 @@ def apart(ctx, path):
     with variables(COLLECTIVES_HOST_ID="ab"[ctx.rank], MASTER_ADDR="127.0.0.1"):
         dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
         try:
+            assert late.__wrapped__(ctx) == (5, 3)[ctx.rank]
             assert overtaken.__wrapped__(ctx)
             assert one_after_the_other.__wrapped__(ctx) is False
-            assert late.__wrapped__(ctx) == (5, 3)[ctx.rank]
             return len(dist.group.WORLD.communicator(torch.device("cpu")).machines)
         finally:
             dist.destroy_process_group()
