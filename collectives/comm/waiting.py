@@ -160,7 +160,8 @@ def call_with_timeout(
             outcome.append((None, error))
         ended.set()  # no join: after a signal has interrupted one, it takes the thread for ended (Python 3.11)
 
-    threading.Thread(target=target, name="collectives-limited-call", daemon=True).start()
+    thread = threading.Thread(target=target, name="collectives-limited-call", daemon=True)
+    thread.start()
     try:
         while check is not None and not ended.wait(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
             check()
@@ -177,6 +178,7 @@ def call_with_timeout(
         stop.set()
     if not outcome:
         raise timeout_error()
+    thread.join(_STOP_S)  # it has nothing left to do, and a program that counts its threads must not find it
     result, error = outcome.pop()
     if error is not None:
         raise error
