@@ -67,7 +67,8 @@ def issue(calls: list[Call], streams: list[int]) -> None:
     them.
     """
     for call, stream in zip(calls, streams, strict=True):
-        make_copies(call.comm, call.copies, stream)
+        if call.copies:
+            make_copies(call.comm, call.copies, stream)
     library = calls[0].comm.engine.library
     grouped = len(calls) > 1 or len(calls[0].steps) > 1
     created_ops: list[tuple] = []
@@ -106,7 +107,7 @@ def make_copies(comm, copies: Sequence[Copy], stream: int) -> None:
         for copy in copies:
             ends = copy.nbytes, _UINT8, comm.rank, stream
             run_grouped(native.library, ((native.send, (copy.source, *ends)), (native.recv, (copy.target, *ends))))
-    elif copies:
+    else:
         with torch.cuda.stream(stream_from_address(stream, comm.device)):
             for copy in copies:
                 source = raw_cuda_memory(copy.source, copy.nbytes, comm.device)

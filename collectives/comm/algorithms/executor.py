@@ -82,7 +82,8 @@ class AlgorithmExecutor:
         if self._native is None:
             self._open_native(label, fingerprint)
         if not async_op:
-            make_copies(comm, copies, handle)
+            if copies:
+                make_copies(comm, copies, handle)
             if not comm._on_host:
                 self._run_on_streams(key, src.ptr, dst.ptr, factor, handle)
                 return None
@@ -95,7 +96,8 @@ class AlgorithmExecutor:
         queue = comm._queue
         handle = queue.begin(name, None if stream is None else handle)
         try:
-            make_copies(comm, copies, handle)
+            if copies:
+                make_copies(comm, copies, handle)
             if comm._on_host:
                 call_check = CallCheck(comm, label, fingerprint)
                 final_error = self._enqueue(queue, handle, call_check, key, src.ptr, dst.ptr, factor)
