@@ -32,7 +32,15 @@ import torch
 
 from ..comm.error_ranks import renumber_error
 from ..comm.waiting import first_line
-from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, Mismatch, TransportError
+from ..errors import (
+    Aborted,
+    CollectivesError,
+    CollectiveTimeout,
+    InvalidUsage,
+    Mismatch,
+    RemoteError,
+    TransportError,
+)  # fmt: skip
 from .meeting import Meeting
 from .transfers import Mailbox, Message, Transfer
 
@@ -271,6 +279,9 @@ class _Channel:
         One that ran out of time was in the engine, which can't take back what it has announced to the
         other end. So nothing more can be moved: later transfers get another error.
         """
+        if isinstance(error, CollectiveTimeout) and self._own_rank in error.peers:  # between nodes: the other end's
+            text = f"rank {self._peer} ran out of time and gave up: {error.message}"
+            error = RemoteError(text, peers=(self._peer,))
         error.op, error.rank = self._direction, self._own_rank
         later = error
         if isinstance(error, CollectiveTimeout):

@@ -59,7 +59,8 @@ class Communicator(CommMemory):
 
     All operations raise `InvalidArgument` for what can't be sent, `Mismatch` where the ranks don't
     make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank died,
-    `CollectiveTimeout` past the time limit, `InvalidUsage` after `close()`. A communicator stays
+    `CollectiveTimeout` past the time limit, `InvalidUsage` after `close()`. On the host a collective
+    with arguments that one rank can't use is a `Mismatch` on the others. A communicator stays
     open until `close()`, `abort()` or the interpreter's end, even if the program drops it.
 
     `algorithm` of all_reduce, reduce_scatter and all_gather: "native", the library's; "ring" or

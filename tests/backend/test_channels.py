@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import pytest
@@ -227,8 +227,24 @@ def test_a_receive_past_the_time_limit_stays_in_flight(tmp_path):
     assert run_ranks(late, 2, tmp_path / "store") == [5, 3]
 
 
-@over("collectives")
-def too_late(ctx):
+@contextmanager
+def opened(ctx, path, machines):
+    """Open the default group, on one node or on a machine for each letter of `machines`."""
+    with variables(COLLECTIVES_HOST_ID=machines[ctx.rank], MASTER_ADDR="127.0.0.1") if machines else nullcontext():
+        dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def too_late(ctx, path, machines):
+    with opened(ctx, path, machines):
+        return ends_one_direction(ctx)
+
+
+def ends_one_direction(ctx):
     """A send that runs out of time on an open channel ends this direction, at once for all that comes later."""
     peer, got = 1 - ctx.rank, torch.zeros(1)
     dist.send(got, 1) if ctx.rank == 0 else dist.recv(got, 0)
@@ -253,14 +269,14 @@ def too_late(ctx):
     return got.item() if ctx.rank == 0 else peer
 
 
-def test_a_send_past_the_time_limit(tmp_path):
-    assert run_ranks(too_late, 2, tmp_path / "store") == [6, 0]
+@pytest.mark.parametrize("machines", ["", "ab"])
+def test_a_send_past_the_time_limit(machines, tmp_path):
+    assert run_ranks(too_late, 2, tmp_path / "store", machines) == [6, 0]
 
 
 def left(ctx, path, machines):
     """Rank 1 destroys its group, and its process lives on. Rank 0 waits behind a message, or for any rank."""
-    with variables(COLLECTIVES_HOST_ID=machines[ctx.rank], MASTER_ADDR="127.0.0.1") if machines else nullcontext():
-        dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+    with opened(ctx, path, machines):
         if ctx.rank == 1:
             work = dist.isend(torch.ones(1), 0, tag=1)
             time.sleep(0.5)
@@ -277,7 +293,6 @@ def left(ctx, path, machines):
             assert (caught.value.op, caught.value.rank, caught.value.peers) == ("recv", 0, (1,))
         assert time.monotonic() - begun < 10
         ctx.barrier()
-        dist.destroy_process_group()
         return True
 
 
@@ -345,15 +360,11 @@ def test_transfers_that_nobody_waits_for(ends, tmp_path):
 
 def apart(ctx, path):
     """The same between two nodes."""
-    with variables(COLLECTIVES_HOST_ID="ab"[ctx.rank], MASTER_ADDR="127.0.0.1"):
-        dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
-        try:
-            assert late.__wrapped__(ctx) == (5, 3)[ctx.rank]
-            assert overtaken.__wrapped__(ctx)
-            assert one_after_the_other.__wrapped__(ctx) is False
-            return len(dist.group.WORLD.communicator(torch.device("cpu")).machines)
-        finally:
-            dist.destroy_process_group()
+    with opened(ctx, path, "ab"):
+        assert late.__wrapped__(ctx) == (5, 3)[ctx.rank]
+        assert overtaken.__wrapped__(ctx)
+        assert one_after_the_other.__wrapped__(ctx) is False
+        return len(dist.group.WORLD.communicator(torch.device("cpu")).machines)
 
 
 def test_between_nodes(tmp_path):
