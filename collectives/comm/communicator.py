@@ -127,6 +127,7 @@ class Communicator(CommMemory):
         self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
         self._barrier_tensor = None
         self._flight: flight_recorder.Flight | None = None
+        self._refusal: Work | None = None  # of the last call that this rank alone couldn't make: `parts.refuse_call`
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
         self.timeout = timeout
         open_comms[id(self)] = self

@@ -107,6 +107,7 @@ def refuse_call(comm, name: str, dtype, error: Exception) -> None:
             queue.cancel(name, (records,))
             raise
         queue.end(name, (records,), (work,)).reported = True  # `error` is what its caller gets
+        comm._refusal = work
         work.wait(_REFUSAL_S)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives.errors import CollectivesError, InvalidArgument, Mismatch
+from collectives.errors import CollectivesError, InvalidArgument, Mismatch, RemoteError
 from tests.backend.groups import over
 from tests.hosts import joined
 from tests.ranks import run_ranks
@@ -259,6 +259,28 @@ def test_a_rank_that_can_not_make_its_call(asynchronous):
             else:
                 assert kind == "Mismatch" and "which raised: InvalidArgument: " in text, (name, text)
                 assert "rank 1: " in text, text
+
+
+def closes_at_once(ctx):
+    """Rank 1 can't make a call to which the other rank doesn't come."""
+    comm = ctx.new_communicator(timeout=LIMIT)
+    if ctx.rank == 1:
+        begun = time.monotonic()
+        with pytest.raises(InvalidArgument):
+            comm.broadcast(torch.ones(1), 9)
+        comm.close()
+        assert time.monotonic() - begun < LIMIT / 2
+        ctx.barrier()
+        return True
+    ctx.barrier()
+    with pytest.raises(RemoteError, match="rank 1"):
+        comm.broadcast(torch.ones(1), 0)
+    comm.close()
+    return True
+
+
+def test_a_rank_that_can_not_make_its_call_closes_at_once():
+    assert run_ranks(closes_at_once, 2) == [True, True]
 
 
 @over("collectives")
