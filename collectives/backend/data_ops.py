@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.parts import compare_parts, refusing
-from .launching import Launching, make_options
+from .launching import Launching, make_options, refuses
 from .tensors import as_dense, gather_buffer, join, run_all, single, store_back
 from .work import completed_work
 
@@ -21,6 +21,7 @@ _c10d = dist.distributed_c10d
 class DataOps(Launching):
     """Mixin of a process group: its collectives that move data."""
 
+    @refuses
     def broadcast(self, tensors, opts=None, timeout=None, *, root=0):
         """Send the root's tensor to all ranks, in place."""
         tensor = single(tensors, "broadcast", self._rank)
@@ -30,6 +31,7 @@ class DataOps(Launching):
         finish = None if self._rank == root else store_back(tensor, data)
         return self._launch(opts, [tensor], lambda a: comm.broadcast(data, root, async_op=a), finish)
 
+    @refuses
     def all_gather_single(self, out, inp, opts=None):
         """Gather every rank's `inp` into `out`, in rank order."""
         comm, data, target = self.communicator(inp.device), as_dense(inp), as_dense(out)
@@ -37,6 +39,7 @@ class DataOps(Launching):
 
     _allgather_base = all_gather_single
 
+    @refuses
     def all_gather_single_coalesced(self, outs, inps, opts=None):
         """Gather several tensors as one operation."""
         if not outs:
@@ -52,6 +55,7 @@ class DataOps(Launching):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @refuses
     def allgather(self, outputs, inputs, opts=None, timeout=None):
         """Gather every rank's tensor into a list of tensors, of unlike sizes if need be."""
         opts = make_options(_c10d.AllgatherOptions, opts, timeout=timeout)
@@ -73,6 +77,7 @@ class DataOps(Launching):
         finish = run_all(map(store_back, outs, arrays))
         return self._launch_grouped(comm, opts, outs, launch, finish)
 
+    @refuses
     def allgather_coalesced(self, output_lists, inputs, opts=None):
         """Gather several tensors into lists; `output_lists`: for each rank the list of its tensors."""
         lists, inputs = [list(each) for each in output_lists], list(inputs)
@@ -91,6 +96,7 @@ class DataOps(Launching):
         outs = [each for tensors in lists for each in tensors]
         return self._launch_grouped(comm, opts, outs, launch, run_all(store for _, store in buffers))
 
+    @refuses
     def gather(self, outputs, inputs, opts=None, timeout=None, *, root=0):
         """Gather every rank's tensor into the root's list."""
         inp = single(inputs, "gather", self._rank)
@@ -102,6 +108,7 @@ class DataOps(Launching):
         flat, store = gather_buffer(outs)
         return self._launch(opts, outs, lambda a: comm.gather(flat, data, root, async_op=a), store)
 
+    @refuses
     def scatter(self, outputs, inputs, opts=None, timeout=None, *, root=0):
         """Send the r-th tensor of the root's list to rank r."""
         out = single(outputs, "scatter", self._rank)
@@ -112,6 +119,7 @@ class DataOps(Launching):
             opts, [out], lambda a: comm.scatter(target, flat, root, async_op=a), store_back(out, target)
         )
 
+    @refuses
     def all_to_all_single(self, out, inp, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None):
         """Send rows of `inp` to the ranks and receive theirs into `out`; no sizes: equal parts."""
         opts = make_options(_c10d.AllToAllOptions, opts, timeout=timeout)
@@ -123,6 +131,7 @@ class DataOps(Launching):
 
     alltoall_base = all_to_all_single
 
+    @refuses
     def alltoall(self, outputs, inputs, opts=None, timeout=None):
         """Send the r-th tensor of a list to rank r, and receive its tensor for this rank."""
         outs, inps = self._parts(outputs, "all_to_all"), self._parts(inputs, "all_to_all")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from ..comm import parts
 from ..errors import InvalidArgument
 from .options import seconds_of
 from .work import BackendWork, completed_work
 
-__all__ = ["Launching", "make_options"]
+__all__ = ["Launching", "make_options", "refuses"]
 
 
 _UNSET = dist.AllreduceOptions().timeout  # what options have where no timeout was set
@@ -35,11 +37,19 @@ def make_options(cls, opts, field: str | None = None, value=None, timeout: timed
     return made
 
 
+def _find_comm(group, tensors: list):
+    """Return the group's communicator that a call's tensors go to, None where it isn't open."""
+    return group._comms.get(tensors[0].device) if tensors else None
+
+
+refuses = functools.partial(parts.refuses, find_comm=_find_comm)  # of a process group's methods
+
+
 class Launching:
     """Mixin of a process group: how its collectives are launched.
 
-    The group has ``communicator(device)``, ``_rank``, ``_size``, ``_sequence`` (collectives so far)
-    and ``_coalesced``, the list of Works of an open coalescing block or None.
+    The group has ``communicator(device)``, ``_comms``, the open ones by device, ``_rank``, ``_size``,
+    ``_sequence`` (collectives so far) and ``_coalesced``, the list of Works of an open coalescing block or None.
     """
 
     def _launch(self, opts, outputs, launch, finish=None) -> BackendWork:

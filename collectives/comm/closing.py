@@ -45,6 +45,9 @@ def close(comm) -> None:
     if group is not None and group.has_calls_of(comm):
         raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=comm.rank)
     refuse_in_capture(comm, "close")
+    if comm._refusal is not None and not comm._refusal.done():  # the other ranks may never come to that call
+        abort(comm)
+        return
     while comm._owned:
         close(comm._owned.pop())
     comm._queue.drain(None)

@@ -57,8 +57,9 @@ class Communicator(CommMemory):
 
     Every operation raises `InvalidArgument` for what can't be sent, `Mismatch` where the ranks
     don't make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank died,
-    `CollectiveTimeout` past the time limit, and `InvalidUsage` after `close()`. A communicator
-    stays open until `close()`, `abort()` or the interpreter's end, even if the program drops it.
+    `CollectiveTimeout` past the time limit, and `InvalidUsage` after `close()`. On the host the
+    other ranks get a `Mismatch` where one rank's arguments can't be sent. A communicator stays open
+    until `close()`, `abort()` or the interpreter's end, even if the program drops it.
 
     Args:
         engine: The library, from `collectives.comm.engine.get_engine`.
@@ -135,6 +136,7 @@ class Communicator(CommMemory):
         self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
         self._barrier_tensor = None
         self._flight: flight_recorder.Flight | None = None
+        self._refusal: Work | None = None  # of the last call that this rank alone couldn't make: `parts.refuse_call`
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
         self.timeout = timeout
         open_comms[id(self)] = self

@@ -38,6 +38,7 @@ KINDS = (
     "scatter",
     "barrier",
     "message",
+    "refused call",
     *(f"{op} by {algorithm}" for op in ALGORITHM_OPS for algorithm in ALGORITHMS[1:]),
 )
 PREMUL = len(OPS)  # each rank may have its own scalar, so only the kind of the operation is compared

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 
@@ -115,14 +116,15 @@ def join_over_store(
     purpose: str = "",
     exits: RankExits | None = None,
     config: str = "",
+    logged_ranks: Sequence[int] | None = None,
 ) -> Rendezvous:
     """Join a rendezvous over a torch store that all ``size`` ranks have, as a process group's.
 
     ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
     the ranks come for, "to ...", for messages; ``exits``: how those that don't come have ended;
-    ``config``: the communicator's, in words, which all ranks must have. Blocks until all ranks have
-    come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it is known that a rank has
-    ended.
+    ``config``: the communicator's, in words, which all ranks must have; ``logged_ranks``: as in
+    `RankWait`. Blocks until all ranks have come. Raises as ``join_rendezvous``, and `RemoteError` as
+    soon as it is known that a rank has ended.
     """
     deadline = _deadline_of(timeout)
     record_last_exception()
@@ -131,18 +133,18 @@ def join_over_store(
     except InvalidArgument:  # a launcher's variables that can't be used: the store has come in another way
         identity = Identity(rank, size, None, None, "torch")
     participant = Participant(rank, size, engine, device, "", *_store_place(identity, store), config)
-    records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose)
+    records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose, logged_ranks)
     return participant.complete(records, deadline)
 
 
 def _exchange_over_torch(
     store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, exits: RankExits | None,
-    purpose: str = "",
+    purpose: str = "", logged_ranks: Sequence[int] | None = None,
 ) -> list[bytes]:  # fmt: skip
     """Exchange the ranks' records over torch.distributed's store."""
     store = dist.PrefixStore(prefix, store)
     pending = StoreRendezvous(store, participant, deadline, timeout, "torch.distributed's store", exits=exits)
-    pending.purpose = purpose or pending.purpose
+    pending.purpose, pending.logged_ranks = purpose or pending.purpose, logged_ranks
     return pending.exchange()
 
 

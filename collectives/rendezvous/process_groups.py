@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -120,12 +121,13 @@ def get_communicator(group, device: torch.device) -> Communicator:
 
 def open_over_store(
     store, name: str, rank: int, size: int, device: torch.device, timeout: float, purpose: str, exits: RankExits,
-    config: CommConfig | None = None, agrees: bool = True,
+    config: CommConfig | None = None, agrees: bool = True, logged_ranks: Sequence[int] | None = None,
 ) -> Communicator:  # fmt: skip
     """Open a communicator of ranks that share a torch store; blocks until all have come.
 
     `name`: of the communicator in the store, the same on all ranks, and used again for the next one
-    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`: as in `join_over_store`;
+    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`, `logged_ranks`: as in
+    `join_over_store`;
     `config`: the communicator's, the same on all ranks, else `InvalidUsage`; `agrees`: as
     `Communicator` takes it.
     Raises as `get_communicator`.
@@ -145,7 +147,7 @@ def open_over_store(
     deadline = time.monotonic() + timeout
     rendezvous = join_over_store(
         store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device, purpose=purpose,
-        exits=exits, config=repr(config or CommConfig()),
+        exits=exits, config=repr(config or CommConfig()), logged_ranks=logged_ranks,
     )  # fmt: skip
     return open_communicator(
         rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout,

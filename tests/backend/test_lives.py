@@ -1,7 +1,9 @@
 """Process groups that are created, destroyed and created again over one store."""
 
 import datetime
+import os
 import threading
+import time
 
 import pytest
 import torch
@@ -112,6 +114,30 @@ def came_in_vain(ctx, port):
 
 def test_a_rank_that_came_in_vain(port):
     run_ranks(came_in_vain, 2, port)
+
+
+def killed_while_it_waits(ctx, port):
+    """Rank 1 is killed while it waits for the other one, which does not come to this life."""
+    from collectives.rendezvous.group_life import begin_life
+
+    if ctx.rank == 1:
+        threading.Timer(0.5, os._exit, (7,)).start()
+        begin_life(dist.PrefixStore("group", connect(port)), 1, 2, 30.0, "to test")
+
+
+def after_it(ctx, port):
+    from collectives.rendezvous.group_life import begin_life
+
+    if ctx.rank == 1:
+        time.sleep(1)  # rank 0 doesn't begin a life with the process that has ended, and doesn't give this one up
+    own = begin_life(dist.PrefixStore("group", connect(port)), ctx.rank, 2, 15.0, "to test")
+    own.set(f"rank{ctx.rank}", "x")
+    return own.get(f"rank{1 - ctx.rank}")
+
+
+def test_the_request_of_a_process_that_has_ended(port):
+    run_ranks(killed_while_it_waits, 2, port, deaths=[1])
+    assert run_ranks(after_it, 2, port) == [b"x", b"x"]
 
 
 def new_processes(ctx, port, round_number):
