@@ -34,7 +34,7 @@ def launch(
         work = Work(name, nbytes, result) if async_op else None
         return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label, record))
     if fingerprint:
-        check_calls(comm, [fingerprint], records=() if record is None else [record])
+        check_calls(comm, [fingerprint], records=[record])
     call = None
     if len(steps) > 1 or scalar is not None or label is not None:
         call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label)

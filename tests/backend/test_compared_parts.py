@@ -286,6 +286,7 @@ def test_on_gpus_where_asked_for():
     for rank, (right, counts, own, other) in enumerate(results):
         assert right is None
         assert counts[0] == "Mismatch" and "rank 0 sends 1 to rank 1, which expects 2" in counts[1]
+        assert counts[1].startswith(f"all_to_all with splits [rank {rank}]: "), counts
         assert own[0] == ("InvalidArgument" if rank else "Mismatch"), own
         assert "rank 1 sends 1 elements to itself and receives 2" in own[1]
         assert other[0] == "Mismatch" and "rank 0: all_to_all with splits float32" in other[1], other
