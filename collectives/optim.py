@@ -42,7 +42,7 @@ from .optimizer_state import (
     step_count,
     update_master,
 )
-from .torch_compat import disable_dynamo
+from .torch_compat import untraced
 
 __all__ = ["SGD", "Adam", "AdamW", "clip_factor"]
 
@@ -227,7 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
                         state[key] = wanted.copy_(value)
 
-    @disable_dynamo  # torch.compile would trace the table
+    @untraced  # torch.compile would trace the table
     @torch.no_grad()
     def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
         """Step all parameters that have a gradient; return the result of ``closure``.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.parts import compare_parts, refusing
+from ..errors import InvalidArgument
 from .launching import Launching, make_options, refuses
 from .tensors import as_dense, gather_buffer, join, run_all, single, store_back
 from .work import completed_work
@@ -60,8 +61,8 @@ class DataOps(Launching):
         """Gather every rank's tensor into a list of tensors, of unlike sizes if need be."""
         opts = make_options(_c10d.AllgatherOptions, opts, timeout=timeout)
         inp = single(inputs, "all_gather", self._rank)
-        outs = self._parts(outputs, "all_gather")
         comm, data = self.communicator(inp.device), as_dense(inp)
+        outs = self._parts(outputs, "all_gather", comm)
         if len({each.numel() for each in outs}) == 1:
             flat, store = gather_buffer(outs)
             return self._launch(opts, outs, lambda a: comm.all_gather(flat, data, async_op=a), store)
@@ -104,7 +105,7 @@ class DataOps(Launching):
         comm, root, data = self.communicator(inp.device), opts.rootRank, as_dense(inp)
         if self._rank != root:
             return self._launch(opts, [], lambda a: comm.gather(None, data, root, async_op=a))
-        outs = self._parts(outputs, "gather")
+        outs = self._parts(outputs, "gather", comm)
         flat, store = gather_buffer(outs)
         return self._launch(opts, outs, lambda a: comm.gather(flat, data, root, async_op=a), store)
 
@@ -114,7 +115,7 @@ class DataOps(Launching):
         out = single(outputs, "scatter", self._rank)
         opts = make_options(_c10d.ScatterOptions, opts, "rootRank", root, timeout)
         comm, root, target = self.communicator(out.device), opts.rootRank, as_dense(out)
-        flat = join(self._parts(inputs, "scatter")) if self._rank == root else None
+        flat = join(self._parts(inputs, "scatter", comm)) if self._rank == root else None
         return self._launch(
             opts, [out], lambda a: comm.scatter(target, flat, root, async_op=a), store_back(out, target)
         )
@@ -134,8 +135,10 @@ class DataOps(Launching):
     @refuses
     def alltoall(self, outputs, inputs, opts=None, timeout=None):
         """Send the r-th tensor of a list to rank r, and receive its tensor for this rank."""
-        outs, inps = self._parts(outputs, "all_to_all"), self._parts(inputs, "all_to_all")
-        comm = self.communicator(inps[0].device)
+        if not (outputs or inputs):
+            raise InvalidArgument("takes lists of tensors, not two empty ones", op="all_to_all", rank=self._rank)
+        comm = self.communicator((inputs or outputs)[0].device)
+        outs, inps = self._parts(outputs, "all_to_all", comm), self._parts(inputs, "all_to_all", comm)
         targets, data = [as_dense(each) for each in outs], [as_dense(each) for each in inps]
         finish = run_all(map(store_back, outs, targets))
         return self._launch(opts, outs, lambda a: comm.all_to_all(targets, data, async_op=a), finish)

@@ -89,12 +89,16 @@ class Launching:
             self._coalesced.append(work)
         return work
 
-    def _parts(self, lists, name) -> list[torch.Tensor]:
-        """Return the list of one tensor for each rank that torch passes in another list."""
+    def _parts(self, lists, name: str, comm) -> list[torch.Tensor]:
+        """Return the list of one tensor for each rank that torch passes in another list.
+
+        For a list of another length the other ranks of the call get the error, too.
+        """
         parts = list(lists[0] if lists and not isinstance(lists[0], torch.Tensor) else lists)
         if len(parts) != self._size:
-            raise InvalidArgument(
-                f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}", op=name,
-                rank=self._rank,
-            )  # fmt: skip
+            text = f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}"
+            error = InvalidArgument(text, op=name, rank=self._rank)
+            kind = "all_to_all with splits" if name == "all_to_all" else name  # what the others call
+            parts.refuse_call(comm, kind, parts[0].dtype if parts else "", error)
+            raise error
         return parts

@@ -134,10 +134,10 @@ class ReductionOps(Launching):
         """Reduce a list of tensors over all ranks; rank r gets the r-th in `outputs`."""
         out = single(outputs, "reduce_scatter", self._rank)
         opts = make_options(_c10d.ReduceScatterOptions, opts, "reduceOp", op, timeout)
-        parts = self._parts(inputs, "reduce_scatter")
+        comm = self.communicator(out.device)
+        parts = self._parts(inputs, "reduce_scatter", comm)
         if len({each.numel() for each in parts}) == 1:
             return self.reduce_scatter_single(out, join(parts), opts)
-        comm = self.communicator(out.device)
         reduction = parse_reduction(opts.reduceOp, out.dtype, "reduce_scatter", self._rank)
         kind, own = "uneven reduce_scatter", parts[self._rank]
         with refusing(comm, kind, out.dtype):

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .._nccl import FLIGHT_BYTES, FLIGHT_LAYOUT, FlightRing
 from ..environment import read_switch
-from ..errors import CollectivesError
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from .liveness import this_process
 
 __all__ = ["Flight", "attach", "attach_child", "dump"]
@@ -56,6 +56,7 @@ class Flight:
     def __init__(self, memory: mmap.mmap, path: Path | None, name: str, meta: dict):
         self.memory, self.path, self.name = memory, path, name
         self.failed = False
+        self._is_usable = True  # after the error that is written
         self.ring = FlightRing(memory, _find_line if read_switch(_LINES) else None, self.record_error)
         self._write("meta", meta)
         self.record_state("open")
@@ -63,19 +64,21 @@ class Flight:
     def record_state(self, state: str, error: BaseException | None = None) -> None:
         """Write the communicator's state, with the error that has led to it or None.
 
-        The first error of a ring stays.
+        The first error of a ring stays, unless the communicator can be used after it, as after a
+        `Mismatch`: then the first one that ends the communicator takes its place.
         """
-        if self.failed:
+        is_usable = isinstance(error, InvalidArgument | InvalidUsage)
+        if self.failed and (error is None or is_usable or not self._is_usable):
             return
         outcome = {"state": state, "at": time.monotonic_ns()}
         if error is not None:
-            self.failed = True
+            self.failed, self._is_usable = True, is_usable
             outcome["error"] = {
                 "kind": type(error).__name__, "text": str(error)[:1000],
                 "op": getattr(error, "op", None), "peers": list(getattr(error, "peers", ()))[:64],
             }  # fmt: skip
         elif state == "aborted":
-            self.failed = True
+            self.failed, self._is_usable = True, False
         self._write("outcome", outcome)
 
     def record_error(self, error: CollectivesError) -> None:

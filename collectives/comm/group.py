@@ -184,9 +184,8 @@ class Group(GroupCalls):
             call.comm._check_open(call.op)
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
-            fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
-            records = [call.record for call in calls if call.comm is comm and call.record is not None]
-            check_calls(comm, fingerprints, True, records)
+            compared = [call for call in calls if call.comm is comm and call.fingerprint]
+            check_calls(comm, [call.fingerprint for call in compared], True, [call.record for call in compared])
         if calls[0].work is None:
             with self._comm._device_guard():
                 issue(calls, [call.stream for call in calls])

@@ -35,7 +35,7 @@ def launch(
         call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label, record, copies)
         return group.add(call)
     if fingerprint:
-        check_calls(comm, [fingerprint], records=() if record is None else [record])
+        check_calls(comm, [fingerprint], records=[record])
     call = None
     if len(steps) > 1 or scalar is not None or label is not None or copies:
         call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label, copies=copies)

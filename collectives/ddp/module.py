@@ -13,7 +13,7 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.bucket_cap import DEFAULT_CAP_MB, default_bucket_cap_mb
 from ..gradients.state import HookState, has_lost_group
 from ..gradients.unused_states import forget
-from ..torch_compat import disable_dynamo, untraced
+from ..torch_compat import untraced
 from .devices import add_device_note, check_device_ids
 from .fitness import find_reason, has_hook
 from .hook import fused_allreduce
@@ -103,7 +103,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         with allocate_buckets(self) if keeps else contextlib.nullcontext():
             super()._ddp_init_helper(*arguments, **options)
 
-    @disable_dynamo(recursive=False)
+    @untraced(recursive=False)
     def forward(self, *inputs, **arguments):
         """Call the module as torch's does.
 
@@ -116,7 +116,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 add_device_note(error, self.module, (*inputs, *arguments.values()))
             raise
 
-    @disable_dynamo(recursive=False)
+    @untraced(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
         # In join() a rank may have no forward at all, so none registers it there, nor later (torch leaves it enabled).
         if not self._hook_is_decided and torch.is_grad_enabled() and not self._join_config.enable:

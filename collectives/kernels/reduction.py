@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from .._nccl import OPS
-from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Buffer, Reader, shown
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, TORCH_DTYPES, Buffer, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
@@ -79,9 +79,9 @@ class Sources:
         return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
 
     @property
-    def dtype(self) -> str:
-        """The name of the arrays' dtype."""
-        return DTYPE_NAMES[self.code]
+    def dtype(self) -> torch.dtype:
+        """The arrays' dtype."""
+        return TORCH_DTYPES[self.code]
 
     def verify(self) -> None:
         """Raise ``InvalidArgument`` if an array's memory has been freed or exchanged since."""
@@ -165,7 +165,8 @@ def reduce_n(
     if statistics is not None:
         check_statistics(statistics, _OP)
         if not floating:
-            raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
+            name = DTYPE_NAMES[table.code]
+            raise _wrong(f"statistics are for floating types, and the sources are {name}: leave them out")
         statistics.begin(args.work, table.device, _OP, place.overlaps)
     if args.work.tiles:
         run(kernel_of(table.code, place.code), args, table.device, table.rows)
@@ -192,11 +193,12 @@ def _check_alignment(address: int, code: int, what: str) -> None:
 
 
 def _check_out(table: Sources, out: Buffer) -> None:
-    if out.dtype != table.dtype:
+    name = DTYPE_NAMES[table.code]
+    if out.dtype != name:
         if table.code not in FLOATING:
-            raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: integers must have one dtype")
+            raise _wrong(f"out is {out.dtype} and the sources are {name}: integers must have one dtype")
         if out.code not in FLOATING:
-            raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: use a floating dtype")
+            raise _wrong(f"out is {out.dtype} and the sources are {name}: use a floating dtype")
     if out.count != table.count:
         raise _wrong(f"out has {out.count} elements and source 0 has {table.count}: use equal sizes")
     wrong = table.overlapped_by(out)

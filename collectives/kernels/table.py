@@ -12,7 +12,7 @@ from ..arrays import DTYPE_NAMES, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from . import abi
-from .dtypes import CODES, FLOATING, WIDTHS, name_and_width
+from .dtypes import CODES, FLOATING, WIDTHS, parse_dtype
 from .rows import Rows
 from .tensor_list import TensorList, device_of, read_array
 
@@ -47,16 +47,17 @@ class Table:
     Args:
         tensors: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes
             from 0 elements.
-        dtype: The dtype of the flat buffer. With a floating one (float64, float32, float16,
-            bfloat16, float8_e4m3fn, float8_e5m2) the tensors may have any of these types and are
-            cast; with another one they must have the same and are copied. ``torch.uint8`` takes
-            tensors of all types, as bytes: the state of a module in one buffer, say.
+        dtype: The dtype of the flat buffer, torch's or NumPy's, or its name. With a floating one
+            (float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2) the tensors may have
+            any of these types and are cast; with another one they must have the same and are
+            copied. ``torch.uint8`` takes tensors of all types, as bytes: the state of a module in
+            one buffer, say.
         offsets: The place of each tensor's first element, in elements of the flat buffer, in any
             order and with any gaps. None: each tensor begins at the next multiple of 16 bytes.
 
     Attributes:
         tensors: The tensors.
-        dtype: The dtype of the flat buffer.
+        dtype: The dtype of the flat buffer, torch's, or NumPy's where torch has none.
         device: The device of the tensors.
         offsets: The places of the tensors' first elements.
         total: The elements that the flat buffer must have at least, with the last tensor's padding.
@@ -66,7 +67,9 @@ class Table:
         InvalidArgument: Names the index of the tensor that can't be used.
     """
 
-    def __init__(self, tensors: Iterable, dtype: torch.dtype, *, offsets: Sequence[int] | None = None):
+    def __init__(
+        self, tensors: Iterable, dtype: torch.dtype | numpy.dtype | str, *, offsets: Sequence[int] | None = None
+    ):
         self._make(tensors, dtype, offsets, "Table", None)
 
     @classmethod
@@ -92,8 +95,7 @@ class Table:
         if isinstance(tensors, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(tensors, Iterable):
             raise InvalidArgument(f"the tensors must come as a list of tensors, not as {type(tensors).__name__}", op=op)
         self.tensors = tuple(tensors)
-        self.dtype = dtype
-        self._name, self.itemsize = name_and_width(dtype, op)
+        self.dtype, self._name, self.itemsize = parse_dtype(dtype, op)
         self.type = CODES.get(self._name, abi.OPAQUE + self.itemsize)
         self.floating = self.type in FLOATING
         owner = "the flat buffer"

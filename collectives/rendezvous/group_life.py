@@ -14,7 +14,7 @@ import time
 
 import torch.distributed as dist
 
-from ..comm.liveness import exit_reason, has_ended, this_process
+from ..comm.liveness import RankExits, exit_reason, has_ended, this_process
 from ..comm.waiting import RankWait, first_line
 from ..errors import TransportError
 from ..json_records import parse_json, parse_numbers, parse_text
@@ -26,15 +26,18 @@ _PAUSE_S = (0.0005, 0.02)  # first and longest pause between two looks at the st
 _OLD_S = 60.0  # how long a rank waits for a new request where it finds one of a process that has ended
 
 
-def begin_life(store: dist.Store, rank: int, size: int, seconds: float, purpose: str) -> dist.Store:
+def begin_life(
+    store: dist.Store, rank: int, size: int, seconds: float, purpose: str, exits: RankExits | None = None
+) -> dist.Store:
     """Return the part of a group's store that this life of the group has for itself.
 
-    Blocks until all ranks have come, at most `seconds`; `purpose`: what they come for, "to ...". Raises
-    `CollectiveTimeout` with the ranks that have not come, `RemoteError` where one has come and ended
-    since, `TransportError` where the store has gone away.
+    Blocks until all ranks have come, at most `seconds`; `purpose`: what they come for, "to ...";
+    `exits`: how ranks have ended that haven't come. Raises `CollectiveTimeout` with the ranks that have
+    not come, `RemoteError` where one is known to have ended, `TransportError` where the store has gone
+    away.
     """
     try:
-        number = _Agreement(store, rank, size).run(purpose, seconds)
+        number = _Agreement(store, rank, size, exits).run(purpose, seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         text = f"torch.distributed's store has gone away or failed: {first_line(error)}"
         raise TransportError(text, op="init", rank=rank) from error
@@ -52,8 +55,8 @@ class _Agreement:
     more once its process has ended.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, exits: RankExits | None):
+        self._store, self._rank, self._size, self._exits = store, rank, size, exits
         _, answered = self._read_answer()
         requests = [self._read_request(peer) for peer in range(size)]
         self._old = [number if has_ended(process) else 0 for number, process in requests]
@@ -103,8 +106,10 @@ class _Agreement:
     def _exit_reason(self, rank: int) -> str:
         number, process = self._read_request(rank)
         _, answered = self._read_answer()
-        is_old = number == self._old[rank] and time.monotonic() < self._old_until
-        return exit_reason(process) if number > answered[rank] and not is_old else ""
+        if number > answered[rank]:
+            is_old = number == self._old[rank] and time.monotonic() < self._old_until
+            return "" if is_old else exit_reason(process)
+        return "" if self._exits is None else self._exits.reason(rank)
 
     # ---- The store.
 

@@ -201,6 +201,19 @@ def in_torch(ctx):
     )
     found["gather"] = outcome(lambda: gather(rank + 1, uneven if rank != size - 1 else [4, *uneven[1:]]))
     found["scatter"] = outcome(lambda: scatter(rank + 1, uneven if rank != size - 1 else [4, *uneven[1:]]))
+    # Rank 1's lists are short, or long.
+    ones = [torch.ones(1) for _ in range(size)]
+    wrong = ones[1:] if rank == 1 else ones
+    root = dist.get_global_rank(group, 1)
+    shorts = {
+        "all_gather": lambda: dist.all_gather(wrong, torch.ones(1), group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.ones(1), wrong, group=group),
+        "all_to_all": lambda: dist.all_to_all(ones, wrong, group=group),
+        "all_to_all outputs": lambda: dist.all_to_all(wrong, ones, group=group),
+        "gather": lambda: dist.gather(torch.ones(1), wrong if rank == 1 else None, root, group=group),
+        "scatter": lambda: dist.scatter(torch.ones(1), wrong if rank == 1 else None, root, group=group),
+    }
+    found |= {f"short {name}": outcome(call) for name, call in shorts.items()}
     y = torch.ones(2)
     dist.all_reduce(y, group=group)
     assert y.tolist() == [size] * 2
@@ -218,6 +231,11 @@ def test_in_torch_distributed(tmp_path, size):
             kind, text = found[name]
             assert (rank == 1) == (kind != "Mismatch"), (rank, name, kind, text)
             assert rank == 1 or "rank 1 takes no part, since it raised: " in text, text
+        shorts = {name: each for name, each in found.items() if name.startswith("short ")}
+        assert len(shorts) == 6
+        for name, (kind, text) in shorts.items():
+            assert kind == ("InvalidArgument" if rank == 1 else "Mismatch"), (rank, name, text)
+            assert "all_to_all" not in name or "takes a list of" in text, text
         last = size - 1
         assert found["gather"][0] == found["scatter"][0] == "Mismatch", found
         assert f"rank 0 sends 1 to rank {last}, which expects 4" in found["gather"][1]
@@ -389,6 +407,7 @@ def test_on_gpus_where_asked_for():
     for rank, (right, counts, own, other) in enumerate(results):
         assert right is None
         assert counts[0] == "Mismatch" and "rank 0 sends 1 to rank 1, which expects 2" in counts[1]
+        assert counts[1].startswith(f"all_to_all with splits [rank {rank}]: "), counts
         assert own[0] == ("InvalidArgument" if rank else "Mismatch"), own
         assert "rank 1 sends 1 elements to itself and receives 2" in own[1]
         assert other[0] == "Mismatch" and "rank 0: all_to_all with splits float32" in other[1], other

@@ -65,8 +65,31 @@ def test_another_group_under_the_same_name(port, plan):
 
 
 def test_beside_the_jobs_communicator(port):
-    # In new processes: init() counts its calls in each, and those of other tests may have made unlike numbers of them.
-    run_ranks(lives, 2, port, [[0, 1], None], ("collectives", "collectives"), True, timeout=60, fresh=True)
+    run_ranks(lives, 2, port, [[0, 1], None], ("collectives", "collectives"), True, timeout=60)
+
+
+def restarted(ctx, port):
+    """Rank 0 lives on; rank 1 is another process in each life of the default group, late in the second one."""
+    for life, process in enumerate((1, 2)):
+        if ctx.rank in (0, process):
+            rank = min(ctx.rank, 1)
+            dist.init_process_group("collectives", store=connect(port), rank=rank, world_size=2, timeout=LIMIT)
+            for openings in range(2 + life):
+                if rank and life and not openings:
+                    time.sleep(1)
+                with collectives.init(timeout=20) as comm:
+                    x = torch.ones(1)
+                    comm.all_reduce(x)
+                    assert x.item() == 2
+            dist.destroy_process_group()
+        if life == 0:
+            ctx.barrier()
+            if ctx.rank == 1:
+                os._exit(3)
+
+
+def test_the_jobs_communicator_with_a_restarted_rank(port):
+    run_ranks(restarted, 3, port, timeout=60, deaths={1})
 
 
 def late_monitored_barrier(ctx, port):
