@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..comm import parts
+from ..comm.parts import refuse_call
+from ..comm.parts import refuses as comm_refuses
 from ..errors import InvalidArgument
 from .options import seconds_of
 from .work import BackendWork, completed_work
@@ -38,11 +39,25 @@ def make_options(cls, opts, field: str | None = None, value=None, timeout: timed
 
 
 def _find_comm(group, tensors: list):
-    """Return the group's communicator that a call's tensors go to, None where it isn't open."""
-    return group._comms.get(tensors[0].device) if tensors else None
+    """Return the group's communicator that a call's tensors go to, else the only one, None where there is none."""
+    comms = list(group._comms.values())
+    found = group._comms.get(tensors[0].device) if tensors else None
+    return comms[0] if found is None and len(comms) == 1 else found
 
 
-refuses = functools.partial(parts.refuses, find_comm=_find_comm)  # of a process group's methods
+def refuses(method):
+    """Decorate a process group's collective as `parts.refuses`; an error ends the open coalescing block."""
+
+    @functools.wraps(method)
+    def call(group, *args, **options):
+        try:
+            return method(group, *args, **options)
+        except Exception:
+            if group._coalesced is not None:  # torch leaves it open
+                group.cancel_coalescing()
+            raise
+
+    return comm_refuses(call, _find_comm)
 
 
 class Launching:
@@ -99,6 +114,6 @@ class Launching:
             text = f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}"
             error = InvalidArgument(text, op=name, rank=self._rank)
             kind = "all_to_all with splits" if name == "all_to_all" else name  # what the others call
-            parts.refuse_call(comm, kind, parts[0].dtype if parts else "", error)
+            refuse_call(comm, kind, parts[0].dtype if parts else "", error)
             raise error
         return parts

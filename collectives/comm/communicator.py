@@ -57,9 +57,10 @@ class Communicator(CommMemory):
 
     Every operation raises `InvalidArgument` for what can't be sent, `Mismatch` where the ranks
     don't make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank died,
-    `CollectiveTimeout` past the time limit, and `InvalidUsage` after `close()`. On the host the
-    other ranks get a `Mismatch` where one rank's arguments can't be sent. A communicator stays open
-    until `close()`, `abort()` or the interpreter's end, even if the program drops it.
+    `CollectiveTimeout` past the time limit, and `InvalidUsage` after `close()`. Where one rank's
+    arguments can't be sent, it waits up to a second for the other ranks, which get a `Mismatch` (on
+    the host, on one node). A communicator stays open until `close()`, `abort()` or the interpreter's
+    end, even if the program drops it.
 
     Args:
         engine: The library, from `collectives.comm.engine.get_engine`.
@@ -136,7 +137,7 @@ class Communicator(CommMemory):
         self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
         self._barrier_tensor = None
         self._flight: flight_recorder.Flight | None = None
-        self._refusal: Work | None = None  # of the last call that this rank alone couldn't make: `parts.refuse_call`
+        self._refusal: tuple | None = None  # of the last call that this rank alone couldn't make: `parts.refuse_call`
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
         self.timeout = timeout
         open_comms[id(self)] = self
@@ -390,8 +391,8 @@ class Communicator(CommMemory):
         Split sizes are rows along dimension 0, one number for each rank, as in
         ``torch.distributed.all_to_all_single``. Where the parts that one rank sends and another one
         expects differ, all ranks raise `Mismatch`. Where the arguments of one rank contradict each
-        other, it raises `InvalidArgument` once the others have come, which get its error (NCCL:
-        with COLLECTIVES_CHECK=1).
+        other, it raises `InvalidArgument`, and the other ranks get a `Mismatch` with the error's text
+        (NCCL: with COLLECTIVES_CHECK=1).
 
         C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL before
         2.28.3.

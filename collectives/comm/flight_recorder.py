@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .._nccl import FLIGHT_BYTES, FLIGHT_LAYOUT, FlightRing
 from ..environment import read_switch
-from ..errors import CollectivesError, InvalidArgument, InvalidUsage
+from ..errors import Aborted, CollectivesError, InvalidArgument, InvalidUsage
 from .liveness import this_process
 
 __all__ = ["Flight", "attach", "attach_child", "dump"]
@@ -56,7 +56,8 @@ class Flight:
     def __init__(self, memory: mmap.mmap, path: Path | None, name: str, meta: dict):
         self.memory, self.path, self.name = memory, path, name
         self.failed = False
-        self._is_usable = True  # after the error that is written
+        self._error: dict | None = None
+        self._is_ended = False  # by an error, or aborted
         self.ring = FlightRing(memory, _find_line if read_switch(_LINES) else None, self.record_error)
         self._write("meta", meta)
         self.record_state("open")
@@ -64,22 +65,23 @@ class Flight:
     def record_state(self, state: str, error: BaseException | None = None) -> None:
         """Write the communicator's state, with the error that has led to it or None.
 
-        The first error of a ring stays, unless the communicator can be used after it, as after a
-        `Mismatch`: then the first one that ends the communicator takes its place.
+        What has ended the communicator stays. An error after which it can be used, such as `Mismatch`,
+        leaves it open; the first one is written until another error ends the communicator.
         """
-        is_usable = isinstance(error, InvalidArgument | InvalidUsage)
-        if self.failed and (error is None or is_usable or not self._is_usable):
+        if self._is_ended:
             return
-        outcome = {"state": state, "at": time.monotonic_ns()}
-        if error is not None:
-            self.failed, self._is_usable = True, is_usable
-            outcome["error"] = {
-                "kind": type(error).__name__, "text": str(error)[:1000],
+        is_usable = isinstance(error, InvalidArgument | InvalidUsage)
+        is_follower = isinstance(error, Aborted) and self._error is not None  # of operations that were in flight
+        now = time.monotonic_ns()
+        if error is not None and not is_follower and (self._error is None or not is_usable):
+            self._error = {
+                "kind": type(error).__name__, "text": str(error)[:1000], "at": now,
                 "op": getattr(error, "op", None), "peers": list(getattr(error, "peers", ()))[:64],
             }  # fmt: skip
-        elif state == "aborted":
-            self.failed, self._is_usable = True, False
-        self._write("outcome", outcome)
+        self._is_ended = state == "aborted" or (error is not None and not is_usable)
+        self.failed = self.failed or self._is_ended or error is not None
+        outcome = {"state": "open" if is_usable else state, "at": now}
+        self._write("outcome", outcome if self._error is None else outcome | {"error": self._error})
 
     def record_error(self, error: CollectivesError) -> None:
         """Write an error that a call has raised."""

@@ -22,7 +22,7 @@ import torch
 
 from .._nccl import REFUSAL_BYTES
 from ..arrays import dtype_tag
-from ..errors import CollectivesError, InvalidArgument
+from ..errors import CollectivesError
 from ..torch_compat import tree_leaves
 from .fingerprint import check_calls, fingerprint_of
 from .launch import launch
@@ -31,6 +31,8 @@ from .work import Work
 
 __all__ = ["compare_parts", "compares_parts", "comparison", "refuse_call", "refuses", "refusing"]
 
+# Calls that begin with this comparison on every rank.
+_COMPARED = ("all_to_all with splits", "uneven all_gather", "uneven reduce_scatter")
 _REFUSAL_S = 1.0  # how long a rank that refuses a call waits for the others, which may be late
 
 
@@ -86,10 +88,12 @@ def refuse_call(comm, name: str, dtype, error: Exception) -> None:
 
     `name`: in `fingerprint.KINDS`; `dtype`: of its arrays. The others get `Mismatch` with the text of
     the error when they come to their call, or to another one: on the host this rank waits a moment
-    for them, on NCCL until they have come. Does nothing where calls aren't compared, or where the
-    error was told before.
+    for them, on NCCL until they have come. Does nothing where calls aren't compared, where the error
+    was told before, and over several nodes for a call that doesn't begin with a comparison.
     """
     if not compares_parts(comm) or comm.closed or getattr(error, "refused", False):
+        return
+    if comm._on_host and name not in _COMPARED and len(comm.machines or ()) > 1:
         return
     error.refused = True
     nothing = [0] * comm.size
@@ -100,6 +104,7 @@ def refuse_call(comm, name: str, dtype, error: Exception) -> None:
             check_calls(comm, [fingerprint_of(name, dtype=dtype_tag(dtype))], records=[records[own:]])
             return
         work, queue, address = Work(name, 0, None), comm._queue, records.data_ptr()
+        earlier_ended = queue.record_completion(0)
         handle = queue.begin(name)
         try:
             comm._native.compare_parts(address + own, address, 0, name, dtype, 0, 0, handle)
@@ -107,7 +112,7 @@ def refuse_call(comm, name: str, dtype, error: Exception) -> None:
             queue.cancel(name, (records,))
             raise
         queue.end(name, (records,), (work,)).reported = True  # `error` is what its caller gets
-        comm._refusal = work
+        comm._refusal = work, earlier_ended
         work.wait(_REFUSAL_S)
 
 
@@ -122,7 +127,8 @@ def refusing(comm, name: str, dtype) -> Iterator[None]:
 
 
 def refuses(function, find_comm: Callable = lambda comm, arrays: comm):
-    """Have a collective tell the other ranks what it raises for its arguments, on the host; a decorator.
+    """Have a collective tell the other ranks what it raises for its arguments, on the host engine of one
+    node; a decorator.
 
     `find_comm`: returns the communicator, or None, from the function's first argument and the arrays
     of the others.
@@ -132,7 +138,7 @@ def refuses(function, find_comm: Callable = lambda comm, arrays: comm):
     def call(owner, *args, **options):
         try:
             return function(owner, *args, **options)
-        except InvalidArgument as error:
+        except (ValueError, TypeError) as error:  # `InvalidArgument` is a ValueError
             arrays = [each for each in tree_leaves((args, options)) if hasattr(each, "dtype")]
             comm = find_comm(owner, arrays)
             if comm is not None and comm._on_host:

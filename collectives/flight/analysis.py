@@ -31,8 +31,8 @@ class Finding:
 
     Attributes:
         kind: "died", "late", "missing", "different", "error", "stopped", "slow", "apart" or "no
-            file"; "unclear", of a rank that died or was ended when others had failed; or "ended", of
-            a rank that is not the cause.
+            file"; "unclear", of a rank that died, was late, or was ended when others had failed; or
+            "ended", of a rank that is not the cause.
         communicator: The communicator's name.
         ranks: The ranks that it is about, by that communicator's numbers.
         text: The finding in words.
@@ -103,7 +103,7 @@ def _find_accusations(failed: dict[int, RingFile]) -> dict[int, _Accusation]:
     found: dict[int, _Accusation] = {}
     for by, ring in failed.items():
         for peer in ring.error["peers"] if ring.error["kind"] in _OF_ABSENCE else ():
-            one = _Accusation(ring.state_at + ring.clock, by, ring.error["kind"], ring.error["op"])
+            one = _Accusation(ring.error["at"] + ring.clock, by, ring.error["kind"], ring.error["op"])
             if peer != by and (peer not in found or one.at < found[peer].at):
                 found[peer] = one
     return found
@@ -111,7 +111,7 @@ def _find_accusations(failed: dict[int, RingFile]) -> dict[int, _Accusation]:
 
 def _has_gone_on(ring: RingFile) -> bool:
     """Return whether operations have gone well after a rank's error, which its program has caught."""
-    return any(op.submitted > ring.state_at and op.completed and not op.code for op in ring.operations)
+    return any(op.submitted > ring.error["at"] and op.completed and not op.code for op in ring.operations)
 
 
 def _find_nameless(failed: dict[int, RingFile]) -> dict[int, RingFile]:
@@ -122,6 +122,12 @@ def _find_nameless(failed: dict[int, RingFile]) -> dict[int, RingFile]:
         rank: ring for rank, ring in failed.items() if ring.error["kind"] in _NAMELESS and not ring.error["peers"]
     }
     return nameless if len(nameless) == len(failed) else {}
+
+
+def _sees_all(rings: dict[int, RingFile], failed: dict[int, RingFile]) -> bool:
+    """Return whether every rank that has got no error would be known here to have ended."""
+    size = max(ring.size for ring in rings.values())
+    return len(rings) == size and all(_is_of_this_node(ring) for rank, ring in rings.items() if rank not in failed)
 
 
 def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
@@ -136,12 +142,12 @@ def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
     caught = {rank for rank, ring in rings.items() if ring.error is not None and _has_gone_on(ring)}
     failed = {rank: ring for rank, ring in rings.items() if ring.error is not None and rank not in caught}
     accusations, nameless = _find_accusations(failed), _find_nameless(failed)
-    ended = {
-        rank: ring for rank, ring in rings.items() if (ring.state == "open" or rank in caught) and ring.ended_process
-    }
+    ended = {rank: ring for rank, ring in rings.items() if ring.state == "open" and ring.ended_process}
+    ended = {rank: ring for rank, ring in ended.items() if rank not in failed}
     late = {rank for rank in ended if rank in accusations and accusations[rank].kind == "CollectiveTimeout"}
     after = {rank for rank in ended if failed and rank not in accusations}
-    if len(after) == 1 and any(ring.error["kind"] == "RemoteError" for ring in nameless.values()):
+    is_remote = any(ring.error["kind"] == "RemoteError" for ring in nameless.values())
+    if len(after) == 1 and is_remote and _sees_all(rings, failed):
         after = set()  # nobody else can have died
     found, dead = [], []
     for rank, ring in ended.items():
@@ -256,7 +262,7 @@ def _find_errors(name: str, rings: dict[int, RingFile]) -> list[Finding]:
         if ring.error is not None:
             text = f"rank {rank} got {ring.error['kind']}: {ring.error['text']}"
             text += " (its program has caught it, and gone on)" if _has_gone_on(ring) else ""
-            found.append(Finding("error", name, (rank,), text, ring.state_at + ring.clock, {"error": ring.error}))
+            found.append(Finding("error", name, (rank,), text, ring.error["at"] + ring.clock, {"error": ring.error}))
     return found
 
 

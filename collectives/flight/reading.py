@@ -93,8 +93,8 @@ class RingFile:
         clock: What to add to a time of the monotonic clock for the time of day, in ns.
         state: "open", "closed", "aborted" or "failed".
         state_at: When, in ns of the monotonic clock.
-        error: The first error, a dict with ``kind``, ``text``, ``op`` and ``peers``; None where
-            there was none.
+        error: The error that has ended the communicator, else the first one; None where there was
+            none. A dict with ``kind``, ``text``, ``op``, ``peers`` and ``at``, as `state_at`.
         issued: The number of operations so far.
         operations: The last of them, in order.
     """
@@ -240,12 +240,15 @@ def _parse_outcome(outcome: dict) -> tuple[str, int, dict | None]:
         peers = [peer for peer in peers if type(peer) is int] if isinstance(peers, list) else []
         error = {
             **{part: _printable(value[:1000]) if isinstance(value := error.get(part), str) else "" for part in _ERROR},
-            "peers": peers,
+            "peers": peers, "at": _time(error.get("at")),
         }  # fmt: skip
     else:
         error = None
-    valid = isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**63
-    return state if state in ("open", "closed", "aborted", "failed") else "open", at if valid else 0, error
+    return state if state in ("open", "closed", "aborted", "failed") else "open", _time(at), error
+
+
+def _time(value) -> int:
+    return value if type(value) is int and 0 <= value < 2**63 else 0
 
 
 def _read_lines(data: bytes, count: int) -> list[str]:

@@ -152,9 +152,8 @@ def _exchange_over_default_store(
     # to come.
     trusted = exits if _last_store is None or _last_store() is store else None
     _last_store = weakref.ref(store)
-    seconds = max(deadline - time.monotonic(), 0.0)
     life = begin_life(
-        dist.PrefixStore("collectives/init", store), participant.rank, participant.size, seconds,
+        dist.PrefixStore("collectives/init", store), participant.rank, participant.size, timeout,
         "to open the job's communicator", trusted,
     )  # fmt: skip
     return _exchange_over_torch(life, "records", participant, deadline, timeout, exits)

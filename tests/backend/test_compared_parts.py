@@ -315,7 +315,14 @@ def bad_in_torch(ctx):
         "list": lambda bad: dist.all_gather([torch.ones(2)] * (size + bad), x, group=group),
         "inp": lambda bad: dist.reduce_scatter(x, [torch.ones(2)] * (size + bad), group=group),
         "sparse": lambda bad: dist.broadcast(torch.eye(2).to_sparse() if bad else x, 0, group=group),
+        "none": lambda bad: dist.all_to_all(*([], []) if bad else (list(whole.chunk(size)), [x] * size), group=group),
     }
+
+    def block(bad):  # torch leaves the block open where a call in it raises
+        with dist._coalescing_manager(group, device=torch.device("cpu")):
+            dist.all_reduce(x, dist.ReduceOp.BOR if bad else dist.ReduceOp.SUM, group=group)
+
+    calls["block"] = block
     found = {}
     for name, call in calls.items():
         found[name] = outcome(lambda: call(rank == 1))  # noqa: B023
@@ -330,6 +337,22 @@ def test_a_rank_that_can_not_make_its_call_in_torch(tmp_path):
         for name, (kind, text) in found.items():
             assert kind == ("InvalidArgument" if rank == 1 else "Mismatch"), (name, text)
             assert rank == 1 or ("rank 1: " in text and "which raised: InvalidArgument: " in text), text
+
+
+def refused_between_nodes(ctx, machines):
+    """Over several nodes a rank's wrong arguments are its own affair, as before its call."""
+    with joined(ctx, machines, timeout=LIMIT) as comm:
+        x = torch.ones(3)
+        if comm.rank == 1:
+            with pytest.raises(InvalidArgument):
+                comm.all_gather(torch.ones(4), x)
+        comm.all_reduce(x)
+        return x.tolist()
+
+
+@pytest.mark.parametrize("machines", ["ab", "aab"])
+def test_a_rank_that_can_not_make_its_call_between_nodes(machines):
+    assert run_ranks(refused_between_nodes, len(machines), machines) == [[float(len(machines))] * 3] * len(machines)
 
 
 def between_nodes(ctx, machines, case, asynchronous):

@@ -71,3 +71,28 @@ def test_an_error_that_names_nobody(tmp_path, size):
         assert not [kind for kind, _ in found if kind in ("died", "ended", "late")], found
         for rank in (1, 2):
             assert "rank 0's RemoteError doesn't say which rank was missing" in found["unclear", (rank,)]
+
+
+def caught_and_closed(ctx, folder, end):
+    """All ranks catch a Mismatch, go on, and end in good order, or abort."""
+    with variables(COLLECTIVES_FLIGHT_DIR=folder):
+        comm = ctx.new_communicator()
+    x = torch.ones(16)
+    with pytest.raises(Mismatch):
+        comm.broadcast(x, 0) if ctx.rank == 1 else comm.all_reduce(x)
+    comm.all_reduce(x)
+    ctx.barrier()
+    comm.close() if end == "close" else comm.abort()
+    ctx.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)  # the files of its communicators stay
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_caught_error_and_a_good_end(tmp_path, end):
+    run_ranks(caught_and_closed, 2, str(tmp_path), end, timeout=30, deaths={0, 1})
+    rings, problems = read_folder(tmp_path)
+    assert not problems
+    found = [each for each in analyse(rings) if each.communicator == rings[0].name]
+    assert {each.kind for each in found} <= {"error", "different"}, found
+    assert {ring.state for ring in rings if ring.error} == {"closed" if end == "close" else "aborted"}
+    assert all(ring.error["kind"] == "Mismatch" for ring in rings if ring.error)
