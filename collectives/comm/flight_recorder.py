@@ -71,9 +71,9 @@ class Flight:
         if self._is_ended:
             return
         is_usable = isinstance(error, InvalidArgument | InvalidUsage)
-        is_follower = isinstance(error, Aborted) and self._error is not None  # of operations that were in flight
+        is_consequence = isinstance(error, Aborted) and self._error is not None  # the abort ends operations in flight
         now = time.monotonic_ns()
-        if error is not None and not is_follower and (self._error is None or not is_usable):
+        if error is not None and not is_consequence and (self._error is None or not is_usable):
             self._error = {
                 "kind": type(error).__name__, "text": str(error)[:1000], "at": now,
                 "op": getattr(error, "op", None), "peers": list(getattr(error, "peers", ()))[:64],

@@ -124,8 +124,8 @@ def _find_nameless(failed: dict[int, RingFile]) -> dict[int, RingFile]:
     return nameless if len(nameless) == len(failed) else {}
 
 
-def _sees_all(rings: dict[int, RingFile], failed: dict[int, RingFile]) -> bool:
-    """Return whether every rank that has got no error would be known here to have ended."""
+def _every_end_is_known(rings: dict[int, RingFile], failed: dict[int, RingFile]) -> bool:
+    """Return whether this machine would know of the end of every rank that has got no error."""
     size = max(ring.size for ring in rings.values())
     return len(rings) == size and all(_is_of_this_node(ring) for rank, ring in rings.items() if rank not in failed)
 
@@ -147,7 +147,7 @@ def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
     late = {rank for rank in ended if rank in accusations and accusations[rank].kind == "CollectiveTimeout"}
     after = {rank for rank in ended if failed and rank not in accusations}
     is_remote = any(ring.error["kind"] == "RemoteError" for ring in nameless.values())
-    if len(after) == 1 and is_remote and _sees_all(rings, failed):
+    if len(after) == 1 and is_remote and _every_end_is_known(rings, failed):
         after = set()  # nobody else can have died
     found, dead = [], []
     for rank, ring in ended.items():
