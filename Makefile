@@ -66,11 +66,12 @@ GPU_PART ?= all
 gpu:
 	@$(PYTHON) -m benchmarks.gpu --part $(GPU_PART) $(if $(filter-out 0,$(DRY)),--dry)
 
-# The site of docs/ and of the docstrings, in out/site. Strict: a link that leads nowhere is a failure. It needs neither torch nor
-# a build, since docstrings are read from the sources; so its environment is its own.
+# The site of docs/ and of the docstrings, in out/site. Strict: a link that leads nowhere is a failure, and so is an argument in a
+# docstring that its function hasn't. Not --quiet, which drops the warnings before --strict counts them. The site needs neither torch
+# nor a build, since docstrings are read from the sources; so its environment is its own.
 DOCS_VENV ?= .venv-docs
 docs: $(DOCS_VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo "site: python3 -m http.server --directory out/site"
 
 $(DOCS_VENV)/.installed: pyproject.toml

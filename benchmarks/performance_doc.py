@@ -147,7 +147,8 @@ def which_way():
     """Return the seconds of an epoch in each way, for each model the last row."""
     rows = {(row["way"], row["model"]): row for row in read_lines("which_way")}
     ways, models = ([*dict.fromkeys(key[at] for key in rows)] for at in (0, 1))
-    body = [[way, *(f"{rows[way, model]['seconds']:.2f} s" for model in models)] for way in ways]
+    cells = {key: f"{row['seconds']:.2f} s" for key, row in rows.items()}
+    body = [[way, *(cells.get((way, model), "-") for model in models)] for way in ways]
     return table(["an epoch", *(f"{model} model" for model in models)], body, [*rows.values()])
 
 

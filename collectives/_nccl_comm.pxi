@@ -628,7 +628,7 @@ cdef class Comm:
         return nbytes
 
     def probe(self, int peer):
-        """Return whether a rank has begun a send that this rank has not begun to receive.
+        """Return whether a rank has begun a send that this rank has not begun to receive, or has left.
 
         Never blocks. C: ``collHostCommProbe``.
         """
@@ -650,6 +650,7 @@ cdef class Comm:
     def peek(self, int peer):
         """Wait until a rank has begun a send that this rank has not begun to receive; return its header.
 
+        Raises ``RemoteError`` where the rank has left, or given the send up.
         C: ``collHostCommPeek``.
         """
         cdef int64_t[4] header

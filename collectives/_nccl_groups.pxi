@@ -85,6 +85,7 @@ cdef class GroupedTransfer:
     work = None
     label = None
     record = None
+    copies = ()
 
     @property
     def op(self):

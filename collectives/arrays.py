@@ -26,6 +26,7 @@ from .errors import InvalidArgument
 __all__ = [
     "DTYPE_NAMES",
     "ITEMSIZE",
+    "NAMED_DTYPES",
     "TORCH_CODES",
     "TORCH_DTYPES",
     "TORCH_NAMES",
@@ -45,6 +46,7 @@ DTYPE_NAMES = {code: name for name, code in _CODES.items()}
 
 TORCH_CODES = {getattr(torch, name): code for name, code in _CODES.items()}
 TORCH_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if type(dtype) is torch.dtype}
+NAMED_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 TORCH_DTYPES = {code: dtype for dtype, code in TORCH_CODES.items()}
 ITEMSIZE = {code: dtype.itemsize for dtype, code in TORCH_CODES.items()}
 _UINT8 = DTYPES["uint8"]

@@ -42,7 +42,7 @@ from .errors import CollectivesError, InvalidArgument, InvalidUsage, TransportEr
 from .gradients.unused_states import forget
 from .json_records import parse_json, parse_numbers, parse_text
 from .rendezvous.process_groups import get_group_timeout
-from .torch_compat import default_store, disable_dynamo
+from .torch_compat import default_store, untraced
 from .torch_patches import observe_comm_hooks, patch_attribute
 
 __all__ = ["leave_alone"]
@@ -68,9 +68,13 @@ _REGISTERED, _LEFT_ALONE, _TO_LEAVE_ALONE = "registered", "left alone", "to leav
 def leave_alone(ddp: DistributedDataParallel) -> None:
     """Keep torch's own all-reduce for one DDP object.
 
-    One rank's call counts for all ranks of the object's process group. Call it before the object's
-    first forward. It doesn't block. Raises `InvalidUsage` once `fused_allreduce` is registered,
-    because a hook can't be taken off.
+    One rank's call counts for all ranks of the object's process group. It doesn't block.
+
+    Args:
+        ddp: The object. Call it before the object's first forward.
+
+    Raises:
+        InvalidUsage: Once `fused_allreduce` is registered, because a hook can't be taken off.
     """
     if _outcomes.get(ddp) == _REGISTERED:
         raise InvalidUsage(
@@ -110,19 +114,17 @@ def _install(settings: dict) -> None:
         if self.process_group.size() > 1:
             _numbers[self] = _count_object(self.process_group)
 
-    decide = disable_dynamo(_decide)
-
+    @untraced(recursive=False)
     @functools.wraps(plain_forward)
     def forward(self, *inputs, **kwargs):
         if _outcomes.get(self) not in (_REGISTERED, _LEFT_ALONE):
-            decide(self, settings)
+            _decide(self, settings)
         return plain_forward(self, *inputs, **kwargs)
 
     patch_attribute(DistributedDataParallel, "__init__", __init__, "collectives.auto announces each DDP object")
     patch_attribute(
-        DistributedDataParallel, "forward", disable_dynamo(forward, recursive=False),
-        "collectives.auto registers its hook in the first forward",
-    )  # fmt: skip
+        DistributedDataParallel, "forward", forward, "collectives.auto registers its hook in the first forward"
+    )
     observe_comm_hooks(_refuse_second_hook)
 
 
@@ -137,6 +139,7 @@ def _refuse_second_hook(ddp, state, hook) -> None:
 # ---- The first forward of a DDP object.
 
 
+@untraced
 def _decide(ddp, settings: dict) -> None:
     """Register the hook on all ranks or on none, if this forward prepares a backward with a reduction."""
     group = ddp.process_group

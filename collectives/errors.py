@@ -1,9 +1,7 @@
 """The exception classes of this package. Every error that it raises is one of these.
 
-Each carries the facts that a handler needs, apart from the sentence that a person reads:
-``code`` (the ``ncclResult_t`` behind it, or ``None``), ``op`` (the operation, for instance
-``"all_reduce"``), ``rank`` (the one that raises), ``peers`` (the ranks that the error is about,
-maybe empty), ``seq`` and ``nbytes`` (of the operation) and ``detail`` (the library's own words).
+Each carries the facts that a handler needs, apart from the sentence that a person reads: the
+attributes of `CollectivesError`.
 """
 
 from __future__ import annotations
@@ -30,7 +28,17 @@ _FIELDS = ("message", "code", "op", "rank", "peers", "seq", "nbytes", "detail")
 
 
 class CollectivesError(RuntimeError):
-    """Base of all errors of this package. Picklable; ``str()`` names the operation and the rank."""
+    """Base of all errors of this package. Picklable; ``str()`` names the operation and the rank.
+
+    Attributes:
+        code: The ``ncclResult_t`` behind the error; None where there is none.
+        op: The operation, such as ``"all_reduce"``; None where there is none.
+        rank: The rank that raises; None where it isn't known.
+        peers: The ranks that the error is about, maybe none.
+        seq: The number of the operation.
+        nbytes: The bytes of the operation.
+        detail: The library's own words.
+    """
 
     def __init__(self, message="", *, code=None, op=None, rank=None, peers=(), seq=None, nbytes=None, detail=None):
         self.message = str(message)

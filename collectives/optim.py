@@ -42,7 +42,7 @@ from .optimizer_state import (
     step_count,
     update_master,
 )
-from .torch_compat import disable_dynamo
+from .torch_compat import untraced
 
 __all__ = ["SGD", "Adam", "AdamW", "clip_factor"]
 
@@ -53,9 +53,16 @@ _TORCHS_OWN = {"foreach": None, "capturable": False, "differentiable": False, "f
 def clip_factor(statistics: Statistics, max_norm: float) -> torch.Tensor:
     """Return the clipping factor of torch's clip_grad_norm_: min(1, max_norm / (norm + 1e-6)).
 
-    ``statistics``: of the gradients, as `pack`, `unpack` or `reduce_n` found them on the way. The
-    result, fp64 of one element on their device, is for ``step(clip=...)``; no wait for the GPU.
     Where gradients aren't finite neither is the norm: pass ``found_nonfinite=statistics`` as well.
+
+    Args:
+        statistics: The statistics of the gradients, as `pack`, `unpack` or `reduce_n` found them on
+            the way.
+        max_norm: The largest norm.
+
+    Returns:
+        The factor for ``step(clip=...)``, fp64 of one element on the device of the statistics; the
+        host doesn't wait for the GPU.
     """
     if not isinstance(statistics, Statistics):
         raise InvalidArgument(f"statistics must be a Statistics, not {type(statistics).__name__}")
@@ -134,7 +141,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's optimizers do.
 
-        Raises ``InvalidArgument`` for parameters of dtypes that the kernels lack.
+        Args:
+            param_group: The group.
+
+        Raises:
+            InvalidArgument: For parameters of dtypes that the kernels lack.
         """
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
@@ -216,19 +227,24 @@ class FusedOptimizer(torch.optim.Optimizer):
                     if state[key].dtype != wanted.dtype or _local(state[key]).stride() != _local(wanted).stride():
                         state[key] = wanted.copy_(value)
 
-    @disable_dynamo  # torch.compile would trace the table
+    @untraced  # torch.compile would trace the table
     @torch.no_grad()
     def step(self, closure=None, *, grad_scale=None, clip=None, found_nonfinite=None):
         """Step all parameters that have a gradient; return the result of ``closure``.
 
-        ``grad_scale`` and ``clip``: factors of the gradients, numbers or tensors of one element;
-        see `clip_factor`. ``found_nonfinite``: leave the step out where this isn't 0: a number, a
-        tensor of one element or a `Statistics`. Then neither parameters nor state change, the
-        number of the step included. (GradScaler sets the attributes ``grad_scale``, by which
-        torch's optimizers divide, and ``found_inf`` instead.) On a GPU the host doesn't wait.
+        On a GPU the host doesn't wait. GradScaler sets the attributes ``grad_scale``, by which
+        torch's optimizers divide, and ``found_inf`` in place of these arguments.
 
         Where a DDP hook steps this optimizer inside of the backward, this only ends the step, and
         takes none of these arguments; see `OptimizerInBackward.step`.
+
+        Args:
+            closure: A function that computes the gradients again and returns the loss.
+            grad_scale: A factor of the gradients, a number or a tensor of one element.
+            clip: Another factor, such as `clip_factor` returns.
+            found_nonfinite: Leave the step out where this isn't 0: a number, a tensor of one
+                element or a `Statistics`. Then neither parameters nor state change, the number of
+                the step included.
         """
         if self._sharded is not None:
             return self._sharded.step(closure, grad_scale=grad_scale, clip=clip, found_nonfinite=found_nonfinite)
@@ -379,16 +395,27 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class SGD(FusedOptimizer):
-    """torch.optim.SGD in one pass; see the module for what is new.
-
-    ``master_weights``: keep fp32 masters of bf16 and fp16 parameters. ``stochastic_rounding``:
-    round bf16 parameters at random, by ``seed`` (drawn from torch's generator where it isn't given;
-    saved with the groups), each step and each element with bits of its own. ``foreach``, ``fused``
-    and ``capturable`` are taken, and change nothing.
+    """torch.optim.SGD in one pass.
 
     With masters a step is the masters'. It detects writes of others to the parameters by autograd's
     version counters; after writes that these don't count (``param.data.fill_(...)``, by NumPy) call
     ``refresh_masters()``, or the step undoes them.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: The learning rate, a number or a tensor of one element.
+        momentum: As in torch.optim.SGD.
+        dampening: As in torch.optim.SGD.
+        weight_decay: As in torch.optim.SGD.
+        nesterov: As in torch.optim.SGD.
+        maximize: As in torch.optim.SGD.
+        foreach: Accepted, without effect.
+        differentiable: True is refused.
+        fused: Accepted, without effect.
+        master_weights: Keep fp32 masters of bf16 and fp16 parameters.
+        stochastic_rounding: Round bf16 parameters at random, each step and each element with bits
+            of its own.
+        seed: The seed of that rounding; saved with the groups. None: drawn from torch's generator.
     """
 
     _op = "sgd_step"
@@ -442,7 +469,25 @@ class SGD(FusedOptimizer):
 
 
 class Adam(FusedOptimizer):
-    """torch.optim.Adam in one pass; see the module for what is new, and `SGD` for its arguments."""
+    """torch.optim.Adam in one pass. Masters are kept as in `SGD`.
+
+    Args:
+        params: Parameters, or param groups.
+        lr: The learning rate, a number or a tensor of one element.
+        betas: As in torch.optim.Adam.
+        eps: As in torch.optim.Adam.
+        weight_decay: As in torch.optim.Adam.
+        amsgrad: As in torch.optim.Adam.
+        foreach: Accepted, without effect.
+        maximize: As in torch.optim.Adam.
+        capturable: Accepted, without effect.
+        differentiable: True is refused.
+        fused: Accepted, without effect.
+        decoupled_weight_decay: As in torch.optim.Adam.
+        master_weights: As in `SGD`.
+        stochastic_rounding: As in `SGD`.
+        seed: As in `SGD`.
+    """
 
     _op = "adam_step"
 
@@ -496,7 +541,7 @@ class Adam(FusedOptimizer):
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW in one pass; see the module and `SGD` for the arguments that are new."""
+    """torch.optim.AdamW in one pass. The arguments are those of `Adam`."""
 
     def __init__(
         self,

@@ -43,12 +43,17 @@ _SECONDARY_ERROR = re.compile(r"^(RemoteError|HorovodInternalError): |Connection
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks, wait for them, and return the exit code.
+    """Start the ranks and wait until all have ended.
 
-    ``arguments``: the command line; default: ``sys.argv``'s. Blocks until all ranks have ended.
-    Returns 0; or the code of the rank that failed first (128 + its number for a signal, as a shell
-    does); 130 after Ctrl-C. Raises ``SystemExit`` with 2 for an invalid command line, as argparse
-    does.
+    Args:
+        arguments: The command line. None: that of ``sys.argv``.
+
+    Returns:
+        0; or the code of the rank that failed first (128 + its number for a signal, as a shell
+        does); 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: With 2 for an invalid command line, as argparse does.
     """
     parser = _make_parser()
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)

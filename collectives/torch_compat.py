@@ -8,7 +8,9 @@ looks up each of both in the installed torch.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import re
 import types
 
@@ -31,9 +33,7 @@ __all__ = [
     "cuda_get_device",
     "current_graph_task_id",
     "default_store",
-    "disable_dynamo",
     "disabled_torch_function",
-    "dynamo_disable",
     "flatten_dense_tensors",
     "foreach_types",
     "fsdp_collectives",
@@ -61,6 +61,7 @@ __all__ = [
 # `_top_saved_tensors_default_hooks`, without which a sharded unit can't pass on what a user's hooks
 # save. In 2.6 compiled autograd hands other gradients to DDP hooks than the ones that it has.
 OLDEST = "2.8"
+_FOLDER = os.path.dirname(__file__) + os.sep
 
 
 def _check_version(version: str) -> None:
@@ -102,27 +103,22 @@ def __getattr__(name: str):
 # The `__torch_function__` of subclasses whose operations are those of plain tensors, as nn.Parameter's.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-# torch.compiler.disable is public, but imports dynamo at once, which takes a second. This one
-# imports it when called.
-disable_dynamo = torch._disable_dynamo
 
-
-def dynamo_disable(recursive: bool):
-    """Return torch._dynamo.disable's decorator; imports dynamo."""
-    return torch._dynamo.disable(recursive=recursive)
-
-
-def untraced(target):
+def untraced(target=None, *, recursive: bool = True):
     """Keep torch.compile out of a function, or of all methods of a class that are this package's; a decorator.
 
-    Neither they nor what they call is traced: a compiled program runs them as they are, between two
-    graphs. Unlike `disable_dynamo` it wraps nothing, so that the eager program pays nothing, and
-    dynamo isn't imported. Since 2.7.
+    A compiled program runs them as they are, between two graphs. ``recursive``: what they call isn't
+    traced either. Unlike torch.compiler.disable it wraps nothing, so that the eager program pays
+    nothing, and doesn't import dynamo, which takes a second. Since 2.7.
     """
+    if target is None:
+        return functools.partial(untraced, recursive=recursive)
     functions = [target]
     if isinstance(target, type):
         classes = [cls for cls in target.__mro__ if cls.__module__.startswith(f"{__package__}.")]
         functions = [each for cls in classes for each in vars(cls).values()]
+    action = _eval_frame._FrameAction
+    strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
     for function in functions:
         if isinstance(function, property):
             function = function.fget
@@ -131,8 +127,10 @@ def untraced(target):
         if isinstance(function, types.FunctionType):
             function._torchdynamo_disable = True  # where it would be traced as part of a caller
             function._torchdynamo_disable_msg = "it calls a communication library"
-            skip = _eval_frame._FrameAction.SKIP
-            _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+            # All wrappers that a decorator such as torch.no_grad makes have one code.
+            while hasattr(function, "__wrapped__") and not function.__code__.co_filename.startswith(_FOLDER):
+                function = function.__wrapped__
+            _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return target
 
 

@@ -81,11 +81,12 @@ void ask_for_huge_page(uintptr_t address) {
   if (block.address == address) block.uses = kUses - kAfterRefusal;
 }
 
+const bool g_allowed = is_allowed();  // at load, as in kernels.cpp
+
 }  // namespace
 
 void note_ordinary_use(const void* array, size_t nbytes) {
-  static const bool allowed = is_allowed();
-  if (!allowed || nbytes < kLeast) return;
+  if (!g_allowed || nbytes < kLeast) return;
   uintptr_t first = reinterpret_cast<uintptr_t>(array), last = first + nbytes;
   int asked = 0;
   for (uintptr_t at = first / kHugePage * kHugePage; at < last && asked < kAtOnce; at += kHugePage) {

@@ -160,9 +160,12 @@ void cast(void* to, int to_type, const void* from, int from_type, size_t count, 
   current_set().kernels[collKernelCast].run(&args, 0, args.work.tiles);
 }
 
+// Set when the library is loaded, as all that takes long to find: a static of a function, which another
+// thread is setting when a process forks, is locked in the child for ever.
+const int64_t g_second_level_cache = cache_bytes(2);
+
 size_t second_level_cache() {
-  static const int64_t nbytes = cache_bytes(2);
-  return nbytes > 0 ? static_cast<size_t>(nbytes) : 512 << 10;
+  return g_second_level_cache > 0 ? static_cast<size_t>(g_second_level_cache) : 512 << 10;
 }
 
 // On AMD a quarter of the last level's cache, which at most 16 threads share. Elsewhere twice the
@@ -170,14 +173,16 @@ size_t second_level_cache() {
 // (of other virtual machines), and its size says little.
 size_t past_caches_from() {
 #if defined(__x86_64__)
+  __builtin_cpu_init();
   if (__builtin_cpu_is("amd")) return std::max<size_t>(last_level_cache() / 4, 4 << 20);
 #endif
   return std::max<size_t>(2 * second_level_cache(), 4 << 20);
 }
 
+const size_t g_past_caches_from = past_caches_from();
+
 bool past_caches(size_t nbytes) {
-  static const size_t least = past_caches_from();
-  return nbytes >= least;
+  return nbytes >= g_past_caches_from;
 }
 
 }  // namespace coll

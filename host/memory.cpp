@@ -14,6 +14,12 @@
 #include "cgroups.h"
 
 namespace coll {
+namespace {
+
+// A process stays in its groups, mostly; their limits may change at any time. At load, as in kernels.cpp.
+const std::vector<std::string>* const g_groups = new std::vector<std::string>(memory_groups(""));
+
+}  // namespace
 
 // The kernel would kill a process rather than refuse pages of shared memory.
 uint64_t available_memory() {
@@ -29,9 +35,7 @@ uint64_t available_memory() {
     fclose(f);
     if (found) available = sum * 1024;
   }
-  // A process stays in its groups, mostly; their limits may change at any time.
-  static const auto* groups = new std::vector<std::string>(memory_groups(""));
-  return std::min(available, room_in(*groups));
+  return std::min(available, room_in(*g_groups));
 }
 
 Error no_memory(const char* label, size_t nbytes, const std::string& why) {

@@ -8,6 +8,7 @@
 #include "heap.h"
 #include "memory.h"
 #include "order.h"
+#include "peers.h"
 #include "progress.h"
 #include "system.h"
 
@@ -180,7 +181,9 @@ ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting) {
     if (peer < 0 || peer >= c->size) return raise(collHostErrorArgument, op, format("rank %d of %d", peer, c->size));
     const Channel* channel = c->segment->channel(peer, c->rank);
     // Pages of a channel that nobody has claimed read as zeros: the segment's file has its full size.
-    *waiting = channel->sender.transfer.load(std::memory_order_acquire) > channel->receiver.transfer.load(std::memory_order_acquire);
+    bool is_out = c->segment->rank(peer)->state.load(std::memory_order_acquire) != kAlive;
+    *waiting = is_out ||
+               channel->sender.transfer.load(std::memory_order_acquire) > channel->receiver.transfer.load(std::memory_order_acquire);
     return ncclSuccess;
   });
 }
@@ -215,6 +218,13 @@ ncclResult_t collHostCommPeek(ncclComm_t comm, int peer, int64_t header[collHost
         error.rank = c->rank;
         return raise(error);
       }
+    }
+    // A sender that is out has given its message up: it ends no send before this rank has announced the receive.
+    if (c->segment->rank(peer)->state.load(std::memory_order_acquire) != kAlive) {
+      Error error = remote_error(*c, failed_peers(*c, false), {peer});
+      error.op = "ncclRecv";
+      error.rank = c->rank;
+      return raise(error);
     }
     memcpy(header, channel->sender.record[next() & 1].header, sizeof(int64_t) * collHostHeaderWords);
     return ncclSuccess;

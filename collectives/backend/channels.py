@@ -32,7 +32,15 @@ import torch
 
 from ..comm.error_ranks import renumber_error
 from ..comm.waiting import first_line
-from ..errors import Aborted, CollectivesError, CollectiveTimeout, InvalidUsage, Mismatch, TransportError
+from ..errors import (
+    Aborted,
+    CollectivesError,
+    CollectiveTimeout,
+    InvalidUsage,
+    Mismatch,
+    RemoteError,
+    TransportError,
+)  # fmt: skip
 from .meeting import Meeting
 from .transfers import Mailbox, Message, Transfer
 
@@ -63,7 +71,7 @@ class _OnNode:
         self._comm.send(array, 1)
 
     def has_come(self) -> bool:
-        """Return whether the next message has come; never blocks."""
+        """Return whether the next message has come, or the sender has left; never blocks."""
         return self._comm._native.probe(0)
 
     def read_header(self) -> tuple[int, int, int, int] | None:
@@ -72,6 +80,10 @@ class _OnNode:
             return self._comm._native.peek(0)
         except CollectiveTimeout:
             return None
+
+    def check_sender(self) -> None:
+        """Raise `RemoteError` where the sender of the message whose header was read last has given it up."""
+        self._comm._native.peek(0)
 
     def recv(self, array: torch.Tensor) -> None:
         """Receive the elements of the message whose header was read last."""
@@ -98,9 +110,14 @@ class _BetweenNodes:
     def has_come(self) -> bool:
         return self._comm._native.probe(0)
 
-    def read_header(self) -> tuple[int, int, int, int]:
+    def read_header(self) -> tuple[int, int, int, int] | None:
+        if not self._comm._native.wait_for_input(0):
+            return None
         self._comm.recv(self._header, 0)
         return tuple(self._header.tolist())
+
+    def check_sender(self) -> None:
+        self._comm._native.check_peer(0)
 
     def recv(self, array: torch.Tensor) -> None:
         self._comm.recv(array, 0)
@@ -118,6 +135,7 @@ class _Channel:
     def __init__(self, channels: Channels, own_rank: int, ends: tuple[int, int]):
         self._channels, self._own_rank, self._ends = channels, own_rank, ends
         self._direction = "send" if own_rank == ends[0] else "recv"
+        self._peer = ends[1] if own_rank == ends[0] else ends[0]
         self._comm = self._moves = None
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that runs transfers
@@ -256,15 +274,34 @@ class _Channel:
         return found
 
     def _fail(self, error: CollectivesError) -> None:
-        """End the channel and its transfers with an error."""
+        """End the channel and its transfers with an error.
+
+        One that ran out of time was in the engine, which can't take back what it has announced to the
+        other end. So nothing more can be moved: later transfers get another error.
+        """
+        if isinstance(error, CollectiveTimeout) and self._own_rank in error.peers:  # between nodes: the other end's
+            text = f"rank {self._peer} ran out of time and gave up: {error.message}"
+            error = RemoteError(text, peers=(self._peer,))
         error.op, error.rank = self._direction, self._own_rank
+        later = error
+        if isinstance(error, CollectiveTimeout):
+            way = "sent to" if self._direction == "send" else "received from"
+            ends = f"nothing more can be {way} rank {self._peer} in this process group"
+            later = InvalidUsage(
+                f"{ends}, since an earlier one ran out of time: {error.message}", op=self._direction,
+                rank=self._own_rank, peers=(self._peer,),
+            )  # fmt: skip
+            error = error.with_addition(f"; {ends}")
         with self._changed:
-            self._error = self._error or error
+            if self._error is None:
+                self._error = later
+            else:
+                error = self._error
             comm = self._comm
             self._changed.notify_all()
         if comm is not None:
             comm.abort()  # the other end would wait for this one
-        self._end_all(self._error)
+        self._end_all(error)
 
     def close(self) -> None:
         """End the channel: close its communicator, or abort it where a transfer is in flight."""
@@ -421,6 +458,8 @@ class RecvChannel(_Channel):
         message = self._message
         if message is None:  # past the time limit
             return False
+        if message.transfer is None:
+            self._moves.check_sender()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _ENDED_S
             if (error := self._channels.meeting.find_ended([self._ends[0]])) is not None:
@@ -581,7 +620,9 @@ class Channels:
             peers = [peer for peer in range(self._size) if peer != self._rank]
             if time.monotonic() >= self._look_at:
                 self._look_at = time.monotonic() + _ENDED_S
-                if (error := self.meeting.find_ended(peers)) is not None:
+                left = [peer for peer in peers if self._source(peer).error is None]
+                error = self.meeting.find_ended(left) if left or not peers else self._source(peers[0]).error
+                if error is not None:
                     error.op = "recv"
                     self.mailbox.fail(None, error)
             moved = False

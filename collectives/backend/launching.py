@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from ..comm.parts import refuse_call
+from ..comm.parts import refuses as comm_refuses
 from ..errors import InvalidArgument
 from .options import seconds_of
 from .work import BackendWork, completed_work
 
-__all__ = ["Launching", "make_options"]
+__all__ = ["Launching", "make_options", "refuses"]
 
 
 _UNSET = dist.AllreduceOptions().timeout  # what options have where no timeout was set
@@ -35,11 +38,33 @@ def make_options(cls, opts, field: str | None = None, value=None, timeout: timed
     return made
 
 
+def _find_comm(group, tensors: list):
+    """Return the group's communicator that a call's tensors go to, else the only one, None where there is none."""
+    comms = list(group._comms.values())
+    found = group._comms.get(tensors[0].device) if tensors else None
+    return comms[0] if found is None and len(comms) == 1 else found
+
+
+def refuses(method):
+    """Decorate a process group's collective as `parts.refuses`; an error ends the open coalescing block."""
+
+    @functools.wraps(method)
+    def call(group, *args, **options):
+        try:
+            return method(group, *args, **options)
+        except Exception:
+            if group._coalesced is not None:  # torch leaves it open
+                group.cancel_coalescing()
+            raise
+
+    return comm_refuses(call, _find_comm)
+
+
 class Launching:
     """Mixin of a process group: how its collectives are launched.
 
-    The group has ``communicator(device)``, ``_rank``, ``_size``, ``_sequence`` (collectives so far)
-    and ``_coalesced``, the list of Works of an open coalescing block or None.
+    The group has ``communicator(device)``, ``_comms``, the open ones by device, ``_rank``, ``_size``,
+    ``_sequence`` (collectives so far) and ``_coalesced``, the list of Works of an open coalescing block or None.
     """
 
     def _launch(self, opts, outputs, launch, finish=None) -> BackendWork:
@@ -79,12 +104,16 @@ class Launching:
             self._coalesced.append(work)
         return work
 
-    def _parts(self, lists, name) -> list[torch.Tensor]:
-        """Return the list of one tensor for each rank that torch passes in another list."""
+    def _parts(self, lists, name: str, comm) -> list[torch.Tensor]:
+        """Return the list of one tensor for each rank that torch passes in another list.
+
+        For a list of another length the other ranks of the call get the error, too.
+        """
         parts = list(lists[0] if lists and not isinstance(lists[0], torch.Tensor) else lists)
         if len(parts) != self._size:
-            raise InvalidArgument(
-                f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}", op=name,
-                rank=self._rank,
-            )  # fmt: skip
+            text = f"takes a list of {self._size} tensors, one for each rank, not of {len(parts)}"
+            error = InvalidArgument(text, op=name, rank=self._rank)
+            kind = "all_to_all with splits" if name == "all_to_all" else name  # what the others call
+            refuse_call(comm, kind, parts[0].dtype if parts else "", error)
+            raise error
         return parts

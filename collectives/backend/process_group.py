@@ -127,7 +127,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
             return open_over_store(
                 self._store, name, ranks.index(self._rank), 2, device, self._timeout,
                 f"to send from rank 0 to rank 1 of process group {self._name!r}", self._meeting.exits_of(ranks),
-                self._config, agrees=False,
+                self._config, agrees=False, logged_ranks=ranks,
             )  # fmt: skip
         except CollectivesError as error:
             raise renumber_error(error, ranks, op="init", rank=self._rank) from error

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ..comm.parts import compare_parts, refusing
 from ..errors import InvalidArgument
 from . import sparse
-from .launching import Launching, make_options
+from .launching import Launching, make_options, refuses
 from .reductions import bitwise, parse_reduction
 from .tensors import as_dense, join, run_all, single, store_back
 from .work import completed_work
@@ -21,6 +21,7 @@ _c10d = dist.distributed_c10d
 class ReductionOps(Launching):
     """Mixin of a process group: its reductions."""
 
+    @refuses
     def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
         """Reduce a tensor over all ranks, in place."""
         tensor = single(tensors, "all_reduce", self._rank)
@@ -46,6 +47,7 @@ class ReductionOps(Launching):
         finish = store_back(tensor, dense)
         return (dense if reduction.view_as is None else reduction.view_as(dense.detach())), reduction, finish
 
+    @refuses
     def allreduce_coalesced(self, tensors, opts=None):
         """Reduce several tensors over all ranks, in place, as one operation."""
         opts = make_options(_c10d.AllreduceCoalescedOptions, opts)
@@ -62,6 +64,7 @@ class ReductionOps(Launching):
 
         return self._launch_grouped(comm, opts, tensors, launch, run_all(store for _, _, store in parts))
 
+    @refuses
     def reduce(self, tensors, opts=None, op=None, timeout=None, *, root=0):
         """Reduce a tensor over all ranks, in place on the root."""
         tensor = single(tensors, "reduce", self._rank)
@@ -84,6 +87,7 @@ class ReductionOps(Launching):
             opts, [tensor], lambda a: comm.reduce(data, root, reduction.op, async_op=a), finish if mine else None
         )
 
+    @refuses
     def reduce_scatter_single(self, out, inp, opts=None):
         """Reduce `inp` over all ranks; rank r gets part r of it in `out`."""
         opts = make_options(_c10d.ReduceScatterOptions, opts)
@@ -103,6 +107,7 @@ class ReductionOps(Launching):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @refuses
     def reduce_scatter_single_coalesced(self, outs, inps, opts=None):
         """Reduce and scatter several pairs of tensors as one operation."""
         opts = make_options(_c10d.ReduceScatterOptions, opts)
@@ -124,14 +129,15 @@ class ReductionOps(Launching):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @refuses
     def reduce_scatter(self, outputs, inputs, opts=None, timeout=None, *, op=None):
         """Reduce a list of tensors over all ranks; rank r gets the r-th in `outputs`."""
         out = single(outputs, "reduce_scatter", self._rank)
         opts = make_options(_c10d.ReduceScatterOptions, opts, "reduceOp", op, timeout)
-        parts = self._parts(inputs, "reduce_scatter")
+        comm = self.communicator(out.device)
+        parts = self._parts(inputs, "reduce_scatter", comm)
         if len({each.numel() for each in parts}) == 1:
             return self.reduce_scatter_single(out, join(parts), opts)
-        comm = self.communicator(out.device)
         reduction = parse_reduction(opts.reduceOp, out.dtype, "reduce_scatter", self._rank)
         kind, own = "uneven reduce_scatter", parts[self._rank]
         with refusing(comm, kind, out.dtype):

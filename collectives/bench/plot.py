@@ -20,7 +20,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name has to end in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib, or 'torch-collectives[bench]'")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def draw_plot(rows: list[dict], path: Path) -> None:

@@ -6,6 +6,8 @@ ended.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from functools import partial
 from threading import get_ident
 
@@ -45,6 +47,10 @@ def close(comm) -> None:
     if group is not None and group.has_calls_of(comm):
         raise InvalidUsage("close() inside a group that holds calls of this communicator", rank=comm.rank)
     refuse_in_capture(comm, "close")
+    if comm._refusal is not None and not comm._refusal[0].done():  # the other ranks may never come to that call
+        _wait_for_earlier(comm)
+        abort(comm)
+        return
     while comm._owned:
         close(comm._owned.pop())
     comm._queue.drain(None)
@@ -70,6 +76,14 @@ def close(comm) -> None:
         comm._queue.close()
         detach(comm, "closed")
         _free(comm, native)
+
+
+def _wait_for_earlier(comm) -> None:
+    """Wait for the operations before the call that this rank couldn't make."""
+    work, earlier_ended = comm._refusal
+    with contextlib.suppress(CollectivesError):  # which their callers get
+        while not earlier_ended() and not work.done():
+            time.sleep(1e-3)
 
 
 def abort(comm) -> None:

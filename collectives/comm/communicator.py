@@ -46,29 +46,40 @@ _NO_GUARD = contextlib.nullcontext()
 class Communicator(CommMemory):
     """A set of ranks that call the same operations in the same order.
 
-    `engine`: from `collectives.comm.engine.get_engine`; `unique_id`: 128 bytes, the same on all
-    ranks; `rank` of `size`; `device`: whose memory is sent; `timeout`: limit of one operation in
-    seconds, None for no limit; `native`: the open binding object, if there is one already. Blocks
-    until all ranks have come. `collectives.init()` makes one from the launcher's variables.
+    `collectives.init()` makes one from the launcher's variables. The constructor blocks until all
+    ranks have come.
 
     Arrays are torch tensors, NumPy arrays (host engine) and CuPy arrays (NCCL), contiguous and on
-    the communicator's device; they are used where they lie, and autograd doesn't record it. An input
-    that shares memory with an output, otherwise than in place, is copied first.
-    On the host a call blocks until the operation is done; on CUDA it is ordered on torch's current
-    stream, or on `stream`. With ``async_op=True`` it returns a `Work`.
+    the communicator's device. An operation uses an array where it lies, and autograd doesn't record
+    the operation. An input that shares memory with an output, otherwise than in place, is copied
+    first. On the host a call blocks until the operation is done; on CUDA it is ordered on torch's
+    current stream, or on `stream`. With ``async_op=True`` it returns a `Work`.
 
-    All operations raise `InvalidArgument` for what can't be sent, `Mismatch` where the ranks don't
-    make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank died,
-    `CollectiveTimeout` past the time limit, `InvalidUsage` after `close()`. A communicator stays
-    open until `close()`, `abort()` or the interpreter's end, even if the program drops it.
+    Every operation raises `InvalidArgument` for what can't be sent, `Mismatch` where the ranks
+    don't make the same call (NCCL: with COLLECTIVES_CHECK=1), `RemoteError` where a rank died,
+    `CollectiveTimeout` past the time limit, and `InvalidUsage` after `close()`. Where one rank's
+    arguments can't be sent, it waits up to a second for the other ranks, which get a `Mismatch` (on
+    the host, on one node). A communicator stays open until `close()`, `abort()` or the interpreter's
+    end, even if the program drops it.
 
-    `algorithm` of all_reduce, reduce_scatter and all_gather: "native", the library's; "ring" or
-    "direct", not in groups; None: native, but where `deterministic` asks for another one.
-    `deterministic`: these reduce in rank order, so that the bits depend on the arrays alone: by
-    native or direct on the host, by direct on NCCL; the same on all ranks; children inherit it.
-    `config`: a `CommConfig` or a dict of its fields, which children inherit; the same on all ranks.
-    `agrees`: False opens it without the collective by which the ranks compare their settings, for
-    sends and receives alone.
+    Args:
+        engine: The library, from `collectives.comm.engine.get_engine`.
+        unique_id: 128 bytes, the same on all ranks.
+        rank: The number of this rank, from 0.
+        size: The number of ranks.
+        device: The device whose memory is sent.
+        local_rank: The number of this rank among those of its node.
+        local_size: The number of ranks on this rank's node. None: all ranks on the host, 1 with
+            NCCL.
+        timeout: The limit of one operation, in seconds. None: no limit.
+        peers: A record for each rank, which becomes the attribute `peers`.
+        deterministic: all_reduce, reduce_scatter and all_gather reduce in rank order, so that the
+            bits depend on the arrays alone: with the algorithm "native" or "direct" on the host,
+            with "direct" on NCCL. The same on all ranks; children inherit it.
+        config: A `CommConfig` or a dict of its fields, the same on all ranks; children inherit it.
+        native: The open binding object, if there is one already.
+        agrees: False opens the communicator without the collective by which the ranks compare their
+            settings, for sends and receives alone.
     """
 
     engine: Engine
@@ -126,6 +137,7 @@ class Communicator(CommMemory):
         self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
         self._barrier_tensor = None
         self._flight: flight_recorder.Flight | None = None
+        self._refusal: tuple | None = None  # of the last call that this rank alone couldn't make: `parts.refuse_call`
         self._child_count = 0  # splits and shrinks, which all ranks make in one order
         self.timeout = timeout
         open_comms[id(self)] = self
@@ -203,15 +215,22 @@ class Communicator(CommMemory):
     ) -> Work | None:
         """Reduce `array` over all ranks, in place, or into `out`; every rank gets the result.
 
-        `op`: "sum", "prod", "max", "min", "avg", a number (each rank's array is multiplied by its
-        number, then summed) or the ``torch.distributed.ReduceOp``. Takes NCCL's 12 dtypes. `out`:
-        of the same size and dtype; `array` is not changed then. C: ncclAllReduce.
+        C: ncclAllReduce, and collHostAllReduceShare with `share`.
 
-        `share`: 2 float64, to which the pass over the data adds this rank's share of the result's
-        [sum of squares, count of non-finite elements] when it has succeeded: the shares of all
-        ranks add up to those of the whole array. It needs the host engine, a floating type and the
-        native algorithm, which is used; else `InvalidUsage` or `InvalidArgument`. It must not be
-        used until the operation is done. C: collHostAllReduceShare.
+        Args:
+            array: The array to reduce, of any of NCCL's 12 dtypes. With `out` it is not changed.
+            op: "sum", "prod", "max", "min", "avg", a ``torch.distributed.ReduceOp``, or a number:
+                each rank's array is multiplied by its number, then summed.
+            async_op: Return a `Work` at once.
+            algorithm: "native", the library's own; "ring" or "direct", which can't be used in a
+                group. None: "native", or what `deterministic` asks for.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
+            share: An array of 2 float64. The pass over the data adds to it this rank's share of the
+                result's [sum of squares, count of non-finite elements] when it has succeeded: the
+                shares of all ranks add up to those of the whole array. It needs the host engine, a
+                floating dtype and the native algorithm, which is used; else `InvalidUsage` or
+                `InvalidArgument`. Don't use it before the operation is done.
+            out: The array that gets the result, of the same size and dtype. None: `array` gets it.
         """
         return operations.all_reduce(self, array, op, async_op, algorithm, stream, share, out)
 
@@ -236,7 +255,14 @@ class Communicator(CommMemory):
     ) -> Work | None:
         """Reduce `array` over all ranks; `root` gets the result, in place.
 
-        The other ranks' arrays are not changed. `op` and dtypes as in `all_reduce`. C: ncclReduce.
+        The other ranks' arrays are not changed. C: ncclReduce.
+
+        Args:
+            array: The array to reduce, as in `all_reduce`.
+            root: The rank that gets the result.
+            op: The reduction, as in `all_reduce`.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
         """
         return operations.reduce(self, array, root, op, async_op, stream)
 
@@ -265,9 +291,17 @@ class Communicator(CommMemory):
     ) -> Work | None:
         """Reduce `inp` over all ranks; rank r gets part r of `size` equal ones in `out`.
 
-        `inp` has `size` times as many elements as `out`, of the same dtype. In place where `out` is
-        part `rank` of `inp`. C: ncclReduceScatter. `share`: as in `all_reduce`, of the elements in
-        `out`. C: collHostReduceScatterShare.
+        In place where `out` is part `rank` of `inp`. C: ncclReduceScatter, and
+        collHostReduceScatterShare with `share`.
+
+        Args:
+            out: This rank's part of the result, of the dtype of `inp`.
+            inp: The array to reduce, with `size` times as many elements as `out`.
+            op: The reduction, as in `all_reduce`.
+            async_op: Return a `Work` at once.
+            algorithm: As in `all_reduce`.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
+            share: As in `all_reduce`, for the elements in `out`.
         """
         return operations.reduce_scatter(self, out, inp, op, async_op, algorithm, stream, share)
 
@@ -293,10 +327,16 @@ class Communicator(CommMemory):
         self, out: Array, inp: Array, *, async_op: bool = False, algorithm: Algorithm | None = None,
         stream: Stream = None
     ) -> Work | None:
-        """Gather every rank's `inp` into `out` on every rank, in rank order. Takes any dtype.
+        """Gather every rank's `inp` into `out` on every rank, in rank order.
 
-        `out` has `size` times as many elements as `inp`. In place where `inp` is part `rank` of
-        `out`. C: ncclAllGather.
+        In place where `inp` is part `rank` of `out`. C: ncclAllGather.
+
+        Args:
+            out: The array for all parts, with `size` times as many elements as `inp`.
+            inp: This rank's part, of any dtype.
+            async_op: Return a `Work` at once.
+            algorithm: As in `all_reduce`.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
         """
         return operations.all_gather(self, out, inp, async_op, algorithm, stream)
 
@@ -313,7 +353,14 @@ class Communicator(CommMemory):
 
     @with_fast_path
     def broadcast(self, array: Array, root: int = 0, *, async_op: bool = False, stream: Stream = None) -> Work | None:
-        """Send `root`'s array to all ranks, in place. Takes any dtype. C: ncclBroadcast."""
+        """Send `root`'s array to all ranks, in place. C: ncclBroadcast.
+
+        Args:
+            array: The array to send, or to receive into, of any dtype.
+            root: The rank that sends.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
+        """
         return operations.broadcast(self, array, root, async_op, stream)
 
     @overload
@@ -341,14 +388,23 @@ class Communicator(CommMemory):
     ) -> Work | None:
         """Send part r of `inp` to rank r, and receive rank r's into part r of `out`.
 
-        Takes any dtype. Without split sizes the parts are equal, in elements. The split sizes are
-        rows along dimension 0, one for each rank, as in ``torch.distributed.all_to_all_single``; if
-        only one list is passed, the other side is split evenly. `out` and `inp` may also be lists of
-        one array for each rank, of one dtype. Where the parts that one rank sends and another one
-        expects differ, all ranks raise `Mismatch`; where the arguments of one rank contradict each
-        other, it raises `InvalidArgument` once the others have come, which get its error (NCCL: with
-        COLLECTIVES_CHECK=1). C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and
-        for NCCL before 2.28.3.
+        Split sizes are rows along dimension 0, one number for each rank, as in
+        ``torch.distributed.all_to_all_single``. Where the parts that one rank sends and another one
+        expects differ, all ranks raise `Mismatch`. Where the arguments of one rank contradict each
+        other, it raises `InvalidArgument`, and the other ranks get a `Mismatch` with the error's text
+        (NCCL: with COLLECTIVES_CHECK=1).
+
+        C: ncclAlltoAll; ncclSend and ncclRecv in a group for unequal parts and for NCCL before
+        2.28.3.
+
+        Args:
+            out: The array to receive into, or a list of one array for each rank.
+            inp: The array to send, of any dtype, or a list of one array for each rank, all of one
+                dtype.
+            output_split_sizes: The rows to receive from each rank. None: equal parts.
+            input_split_sizes: The rows to send to each rank. None: equal parts.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
         """
         return operations.all_to_all(self, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
 
@@ -372,10 +428,17 @@ class Communicator(CommMemory):
     def gather(
         self, out: Array | None, inp: Array, root: int = 0, *, async_op: bool = False, stream: Stream = None
     ) -> Work | None:
-        """Gather every rank's `inp` into `root`'s `out`, in rank order. Takes any dtype.
+        """Gather every rank's `inp` into `root`'s `out`, in rank order.
 
-        `out` is None on the other ranks. In place where `inp` is part `root` of `out`. C:
-        ncclGather; ncclSend and ncclRecv before NCCL 2.28.3.
+        In place where `inp` is part `root` of `out`. C: ncclGather; ncclSend and ncclRecv before
+        NCCL 2.28.3.
+
+        Args:
+            out: The array for all parts on `root`; None on the other ranks.
+            inp: This rank's part, of any dtype.
+            root: The rank that receives.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
         """
         return operations.gather_or_scatter(self, "gather", out, inp, root, async_op, stream)
 
@@ -399,10 +462,17 @@ class Communicator(CommMemory):
     def scatter(
         self, out: Array, inp: Array | None, root: int = 0, *, async_op: bool = False, stream: Stream = None
     ) -> Work | None:
-        """Send part r of `root`'s `inp` to rank r's `out`. Takes any dtype.
+        """Send part r of `root`'s `inp` to rank r's `out`.
 
-        `inp` is None on the other ranks. In place where `out` is part `root` of `inp`.
-        C: ncclScatter; ncclSend and ncclRecv before NCCL 2.28.3.
+        In place where `out` is part `root` of `inp`. C: ncclScatter; ncclSend and ncclRecv before
+        NCCL 2.28.3.
+
+        Args:
+            out: The array for this rank's part.
+            inp: The array with all parts on `root`, of any dtype; None on the other ranks.
+            root: The rank that sends.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
         """
         return operations.gather_or_scatter(self, "scatter", out, inp, root, async_op, stream)
 
@@ -417,11 +487,17 @@ class Communicator(CommMemory):
 
     @with_fast_path
     def send(self, array: Array, peer: int, *, async_op: bool = False, stream: Stream = None) -> Work | None:
-        """Send `array` to rank `peer`, which must call `recv`. Takes any dtype.
+        """Send `array` to rank `peer`, which must call `recv`. C: ncclSend.
 
-        On the host it blocks until the peer has called `recv`, whatever the size: two ranks that both
-        send first wait until the time limit, so they put their calls into a `group`. Raises
-        `Mismatch` on both where count or dtype differ. C: ncclSend.
+        On the host it blocks until the peer has called `recv`, whatever the size. Two ranks that
+        both send first wait until the time limit: put their calls into a `group`. Raises `Mismatch`
+        on both ranks where count or dtype differ.
+
+        Args:
+            array: The array to send, of any dtype.
+            peer: The rank that receives.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
         """
         return operations.send_or_recv(self, "send", array, peer, async_op, stream)
 
@@ -436,7 +512,14 @@ class Communicator(CommMemory):
 
     @with_fast_path
     def recv(self, array: Array, peer: int, *, async_op: bool = False, stream: Stream = None) -> Work | None:
-        """Receive rank `peer`'s `send` into `array`. Takes any dtype. C: ncclRecv."""
+        """Receive rank `peer`'s `send` into `array`. C: ncclRecv.
+
+        Args:
+            array: The array to receive into, of any dtype.
+            peer: The rank that sends.
+            async_op: Return a `Work` at once.
+            stream: The CUDA stream that orders the operation. None: torch's current stream.
+        """
         return operations.send_or_recv(self, "recv", array, peer, async_op, stream)
 
     def barrier(self) -> None:
@@ -446,36 +529,46 @@ class Communicator(CommMemory):
     def group(self) -> Group:
         """Make the calls of a ``with`` block one operation, as several sends and receives must be.
 
-        Their arguments are checked at once, and they are issued when the block ends; if it raises,
-        none is. C: ncclGroupStart, ncclGroupEnd.
+        The arguments of the calls are checked at once. The calls are issued when the block ends; if
+        the block raises, none is issued. C: ncclGroupStart, ncclGroupEnd.
         """
         return Group(self)
 
     def split(self, color: int | None, key: int | None = None, *, config=None) -> Communicator | None:
-        """Make one communicator for each color; `key` orders its ranks (None: as in this one).
+        """Make one communicator for each color. All ranks call it.
 
-        All ranks call it; a rank with the color None or -1 gets None. `config`: a `CommConfig` or a
-        dict, the same on all ranks of a color and None on all or none; what it leaves out is this
-        communicator's. Raises `Mismatch` where it differs. C: ncclCommSplit (NCCL 2.18).
+        Blocks until all have called it, on the host at most for `timeout`; past it
+        `CollectiveTimeout` names the ranks that didn't come, and this communicator can't be used
+        any more. A rank of a part that fails while the part's ranks connect is an error on all of
+        them: `RemoteError` names that rank, or the rank that it waited for. This communicator then
+        stays as it is; but on several nodes of the host engine it can't be used any more. Errors
+        have this communicator's rank numbers. C: ncclCommSplit (NCCL 2.18).
 
-        Blocks until all have called it, on the host at most for `timeout`; past it `CollectiveTimeout`
-        names the ranks that didn't come, and this communicator can't be used any more. A rank of
-        the part that fails while the part's ranks connect is an error on all of them, `RemoteError`
-        that names it or who it waited for, and this communicator stays as it is, on several nodes of
-        the host engine not: there it can't be used any more. Errors have this communicator's rank
-        numbers.
+        Args:
+            color: The number of this rank's part. None or -1: this rank gets no communicator.
+            key: The order of the ranks in the part. None: as in this communicator.
+            config: A `CommConfig` or a dict of its fields, the same on all ranks of a color, and
+                None on all or none. A field that it leaves out is this communicator's.
+
+        Returns:
+            The communicator of this rank's part; None for the color None or -1.
+
+        Raises:
+            Mismatch: Where `config` differs.
         """
         return _open_child(self, *opening.split(self, color, key, config))
 
     def shrink(self, exclude, *, abort: bool = False, config=None) -> Communicator:
-        """Make a communicator without the ranks in `exclude`; all others call it, and those don't.
-
-        `abort`: abort what is in flight first, as it must be where an excluded rank died. `config`:
-        as in `split`, but not compared. C: ncclCommShrink (NCCL 2.27).
+        """Make a communicator without some of the ranks. All other ranks call it, and those don't.
 
         Blocks until the others have called it, on the host at most for `timeout`. Errors are as in
         `split`; after one, `shrink` can be called again by all ranks that are left, with a longer
-        `exclude` where others have died.
+        `exclude` where others have died. C: ncclCommShrink (NCCL 2.27).
+
+        Args:
+            exclude: The ranks to leave out.
+            abort: Abort what is in flight first, as is needed where an excluded rank died.
+            config: As in `split`, but not compared.
         """
         return _open_child(self, *opening.shrink(self, exclude, abort, config))
 

@@ -96,26 +96,43 @@ class CommConfig:
     """Settings of a communicator, for `init`, `Communicator` and `Communicator.split`.
 
     The names are those of ``ProcessGroupNCCL.Options().config``, and each is a field of
-    ``ncclConfig_t``. None: NCCL's default, and in a split the parent's value. All ranks of a
-    communicator give the same. A field that came with a later NCCL than the loaded one is
-    `InvalidArgument`. The host engine checks the values, and they have no effect there. NCCL's
-    variables (NCCL_MIN_CTAS, NCCL_CTA_POLICY, ...) take precedence over these.
+    ``ncclConfig_t``. None is NCCL's default, and in a split the parent's value. All ranks of a
+    communicator give the same. The host engine checks the values, and they have no effect there.
+    NCCL's variables (NCCL_MIN_CTAS, NCCL_CTA_POLICY, ...) take precedence over these.
 
-    `min_ctas`, `max_ctas`: the number of CTAs, that is of SMs, of a collective's kernel, 1 to 64
-    (NCCL 2.17). `cga_cluster_size`: CTAs in a cluster on Hopper and newer, 0 to 8 (2.17).
-    `net_name`: the network module, such as "IB" or "Socket" (2.17). `split_share`, `shrink_share`:
-    whether children share this communicator's resources; the abort of one then ends all (2.18,
-    2.27). `traffic_class`: the network's traffic class (2.26). `comm_name`: the name in logs and
-    profiles (2.27). `collnet_enable`: use IB SHARP (2.27). `cta_policy`: "default", "efficiency"
-    (few CTAs) (2.27), or "zero", copy engines in place of CTAs where they can be used (2.28.3); see
-    `gather_config`. `nvls_ctas`: CTAs of NVLS kernels, 1 to 64 (2.27). `n_channels_per_net_peer`:
-    network channels for each pair of ranks, 1 to 64 (2.28). `nvlink_centric_sched`: order sends and
-    receives by NVLink domains (2.28). `graph_usage_mode`: 0 no CUDA graphs, 1 one graph, 2 several
-    graphs or both (2.29). `num_rma_ctx`, `num_rma_sig`, `rma_eager_init`: contexts and signals of
-    one-sided operations (2.29, 2.31, 2.31). `max_p2p_peers`: the most peers at one time of sends and
-    receives (2.30). `graph_stream_ordering`: order operations while a graph is captured (2.30.7).
-    `launch_order_implicit`: order the kernels of several communicators of a GPU as the host
-    launches them (2.31). `host_cft_mode`, `nvls_host_mode`: NCCL's codes (2.31, 2.32).
+    Args:
+        min_ctas: The least number of CTAs, and so of SMs, of a collective's kernel, 1 to 64 (NCCL
+            2.17).
+        max_ctas: The largest number of CTAs, 1 to 64 (NCCL 2.17).
+        cga_cluster_size: The number of CTAs in a cluster on Hopper and newer, 0 to 8 (NCCL 2.17).
+        net_name: The network module, such as "IB" or "Socket" (NCCL 2.17).
+        split_share: Whether the children of a split share this communicator's resources; the abort
+            of one then ends all (NCCL 2.18).
+        traffic_class: The network's traffic class (NCCL 2.26).
+        comm_name: The name in logs and profiles (NCCL 2.27).
+        collnet_enable: Whether to use IB SHARP (NCCL 2.27).
+        cta_policy: "default", "efficiency" (few CTAs, NCCL 2.27), or "zero" (copy engines in place
+            of CTAs where they can be used, NCCL 2.28.3); see `gather_config`.
+        shrink_share: As `split_share`, for `Communicator.shrink` (NCCL 2.27).
+        nvls_ctas: The number of CTAs of NVLS kernels, 1 to 64 (NCCL 2.27).
+        n_channels_per_net_peer: The number of network channels for each pair of ranks, 1 to 64
+            (NCCL 2.28).
+        nvlink_centric_sched: Whether to order sends and receives by NVLink domains (NCCL 2.28).
+        graph_usage_mode: 0 for no CUDA graphs, 1 for one graph, 2 for several graphs or both (NCCL
+            2.29).
+        num_rma_ctx: The number of contexts of one-sided operations (NCCL 2.29).
+        max_p2p_peers: The most peers at one time of sends and receives (NCCL 2.30).
+        graph_stream_ordering: Whether to order operations while a graph is captured (NCCL 2.30.7).
+        launch_order_implicit: Whether to order the kernels of several communicators of a GPU as the
+            host launches them (NCCL 2.31).
+        num_rma_sig: The number of signals of one-sided operations (NCCL 2.31).
+        rma_eager_init: Whether one-sided operations are set up at once (NCCL 2.31).
+        host_cft_mode: NCCL's code (2.31).
+        nvls_host_mode: NCCL's code (2.32).
+
+    Raises:
+        InvalidArgument: For a value that NCCL doesn't take, and, when a communicator is opened, for
+            a field that came with a later NCCL than the loaded one.
     """
 
     min_ctas: int | None = None

@@ -42,8 +42,12 @@ _SYSTEM_FOLDERS = (
 class EngineInfo(NamedTuple):
     """Availability of an engine.
 
-    ``version`` (such as "2.32.3") and ``path`` are None where no library could be loaded;
-    ``reason`` says why the engine isn't available, and is empty where it is.
+    Attributes:
+        name: "nccl" or "host".
+        available: Whether the engine can be used here.
+        version: The library's version, such as "2.32.3"; None where no library could be loaded.
+        path: The library's absolute path; None where no library could be loaded.
+        reason: Why the engine isn't available; empty where it is.
     """
 
     name: str

@@ -38,6 +38,7 @@ KINDS = (
     "scatter",
     "barrier",
     "message",
+    "refused call",
     *(f"{op} by {algorithm}" for op in ALGORITHM_OPS for algorithm in ALGORITHMS[1:]),
 )
 PREMUL = len(OPS)  # each rank may have its own scalar, so only the kind of the operation is compared
@@ -53,13 +54,13 @@ def fingerprint_of(
 
 
 def check_calls(
-    comm, fingerprints: list[tuple[int, ...]], grouped: bool = False, records: Sequence[torch.Tensor] = ()
+    comm, fingerprints: list[tuple[int, ...]], grouped: bool = False, records: Sequence[torch.Tensor | None] = ()
 ) -> None:
     """Raise `Mismatch` on every rank unless a communicator's ranks make the same calls.
 
     With COLLECTIVES_CHECK only; blocks until all have come. `grouped`: they are a group's, whose
     number of calls is compared first, since lists of different lengths can't be gathered;
-    `records`: of those that are compared by parts, see `parts`.
+    `records`: of each call what it sends and receives, see `parts`, or None.
     """
     if not (comm._checks_calls and fingerprints):
         return
@@ -68,12 +69,18 @@ def check_calls(
         if grouped:
             _gather_and_compare(comm, [fingerprint_of("group", count=len(fingerprints))], stream)
         _gather_and_compare(comm, fingerprints, stream)
-        for record in records:
+        for fingerprint, record in zip(fingerprints, records, strict=False):
+            if record is None:
+                continue
             own = record.to(comm.device)
             gathered = torch.empty((comm.size, record.numel()), dtype=torch.uint8, device=comm.device)
             comm._native.all_gather(own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPES["uint8"], stream)
             table = gathered.cpu()
-            get_engine("host").library.check_parts(table.data_ptr(), comm.size, comm.rank)
+            try:
+                get_engine("host").library.check_parts(table.data_ptr(), comm.size, comm.rank)
+            except Mismatch as error:
+                error.op = KINDS[fingerprint[0]]
+                raise
 
 
 def _gather_and_compare(comm, fingerprints, stream):

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from .._nccl import FLIGHT_BYTES, FLIGHT_LAYOUT, FlightRing
 from ..environment import read_switch
-from ..errors import CollectivesError
+from ..errors import Aborted, CollectivesError, InvalidArgument, InvalidUsage
 from .liveness import this_process
 
 __all__ = ["Flight", "attach", "attach_child", "dump"]
@@ -56,6 +56,8 @@ class Flight:
     def __init__(self, memory: mmap.mmap, path: Path | None, name: str, meta: dict):
         self.memory, self.path, self.name = memory, path, name
         self.failed = False
+        self._error: dict | None = None
+        self._is_ended = False  # by an error, or aborted
         self.ring = FlightRing(memory, _find_line if read_switch(_LINES) else None, self.record_error)
         self._write("meta", meta)
         self.record_state("open")
@@ -63,20 +65,23 @@ class Flight:
     def record_state(self, state: str, error: BaseException | None = None) -> None:
         """Write the communicator's state, with the error that has led to it or None.
 
-        The first error of a ring stays.
+        What has ended the communicator stays. An error after which it can be used, such as `Mismatch`,
+        leaves it open; the first one is written until another error ends the communicator.
         """
-        if self.failed:
+        if self._is_ended:
             return
-        outcome = {"state": state, "at": time.monotonic_ns()}
-        if error is not None:
-            self.failed = True
-            outcome["error"] = {
-                "kind": type(error).__name__, "text": str(error)[:1000],
+        is_usable = isinstance(error, InvalidArgument | InvalidUsage)
+        is_consequence = isinstance(error, Aborted) and self._error is not None  # the abort ends operations in flight
+        now = time.monotonic_ns()
+        if error is not None and not is_consequence and (self._error is None or not is_usable):
+            self._error = {
+                "kind": type(error).__name__, "text": str(error)[:1000], "at": now,
                 "op": getattr(error, "op", None), "peers": list(getattr(error, "peers", ()))[:64],
             }  # fmt: skip
-        elif state == "aborted":
-            self.failed = True
-        self._write("outcome", outcome)
+        self._is_ended = state == "aborted" or (error is not None and not is_usable)
+        self.failed = self.failed or self._is_ended or error is not None
+        outcome = {"state": "open" if is_usable else state, "at": now}
+        self._write("outcome", outcome if self._error is None else outcome | {"error": self._error})
 
     def record_error(self, error: CollectivesError) -> None:
         """Write an error that a call has raised."""
@@ -142,10 +147,17 @@ def complete(comm, number: int) -> None:
 
 
 def dump(folder: str | os.PathLike | None = None) -> list[Path]:
-    """Write the rings of this process's communicators into a folder; return the files.
+    """Write the rings of this process's communicators into a folder.
 
-    ``folder``: None for COLLECTIVES_FLIGHT_DIR, whose files are there already. Raises ``OSError``
-    where they can't be written, and ``ValueError`` where no folder is known.
+    Args:
+        folder: The folder. None: COLLECTIVES_FLIGHT_DIR, whose files are there already.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: Where the files can't be written.
+        ValueError: Where no folder is known.
     """
     folder = folder if folder is not None else os.environ.get(_DIR)
     if not folder:

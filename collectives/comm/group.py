@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._nccl import GroupCalls, open_groups
+import torch
+
+from .._nccl import DTYPES, GroupCalls, open_groups
+from ..cuda_state import stream_from_address
 from ..errors import CollectivesError, InvalidUsage
 from ..torch_compat import untraced
 from .fingerprint import check_calls
+from .memory import raw_cuda_memory
 from .work import Work
 
-__all__ = ["Call", "Group", "issue", "open_groups", "run_grouped"]
+__all__ = ["Call", "Copy", "Group", "issue", "make_copies", "open_groups", "run_grouped"]
+
+_UINT8 = DTYPES["uint8"]
+
+
+class Copy(NamedTuple):
+    """A copy of an array that a call needs before it begins.
+
+    `memory`: what holds the target, None where the call's arrays do.
+    """
+
+    source: int
+    target: int
+    nbytes: int
+    memory: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +39,8 @@ class Call:
 
     `steps`: pairs of a method of the binding and its arguments without the stream; `scalar`:
     (value, dtype code) of a premultiplied sum, or None; `label`: the dtype's name where the arrays
-    travel as bytes, or None; `record`: what it sends and receives, for COLLECTIVES_CHECK, or None.
+    travel as bytes, or None; `record`: what it sends and receives, for COLLECTIVES_CHECK, or None;
+    `copies`: see `make_copies`.
     """
 
     comm: Any
@@ -35,6 +54,7 @@ class Call:
     work: Work | None = None
     label: str | None = None
     record: Any = None
+    copies: Sequence[Copy] = ()
 
 
 _OP = 4  # position of the op among a reduction's arguments
@@ -46,6 +66,9 @@ def issue(calls: list[Call], streams: list[int]) -> None:
     What Python can check, such as a closed communicator, is checked before the library gets any of
     them.
     """
+    for call, stream in zip(calls, streams, strict=True):
+        if call.copies:
+            make_copies(call.comm, call.copies, stream)
     library = calls[0].comm.engine.library
     grouped = len(calls) > 1 or len(calls[0].steps) > 1
     created_ops: list[tuple] = []
@@ -72,6 +95,23 @@ def issue(calls: list[Call], streams: list[int]) -> None:
         raise
     for native, op in created_ops:  # legal as soon as the last function that takes the op has returned
         native.destroy_op(op)
+
+
+def make_copies(comm, copies: Sequence[Copy], stream: int) -> None:
+    """Make the copies that a call needs, after all calls before it, which may write what is copied.
+
+    On the host they are messages to oneself, to which the engine gives their place in its order.
+    """
+    if comm._on_host:
+        native = comm._native
+        for copy in copies:
+            ends = copy.nbytes, _UINT8, comm.rank, stream
+            run_grouped(native.library, ((native.send, (copy.source, *ends)), (native.recv, (copy.target, *ends))))
+    else:
+        with torch.cuda.stream(stream_from_address(stream, comm.device)):
+            for copy in copies:
+                source = raw_cuda_memory(copy.source, copy.nbytes, comm.device)
+                raw_cuda_memory(copy.target, copy.nbytes, comm.device).copy_(source)
 
 
 def _resolve_steps(call: Call, stream: int, grouped: bool, created_ops: list):
@@ -144,9 +184,8 @@ class Group(GroupCalls):
             call.comm._check_open(call.op)
         comms = list({id(call.comm): call.comm for call in calls}.values())
         for comm in comms:
-            fingerprints = [call.fingerprint for call in calls if call.comm is comm and call.fingerprint]
-            records = [call.record for call in calls if call.comm is comm and call.record is not None]
-            check_calls(comm, fingerprints, True, records)
+            compared = [call for call in calls if call.comm is comm and call.fingerprint]
+            check_calls(comm, [call.fingerprint for call in compared], True, [call.record for call in compared])
         if calls[0].work is None:
             with self._comm._device_guard():
                 issue(calls, [call.stream for call in calls])

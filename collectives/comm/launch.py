@@ -15,29 +15,30 @@ __all__ = ["launch"]
 
 def launch(
     comm, name: str, steps, held: tuple, result, nbytes: int, fingerprint, async_op: bool, stream, scalar=None,
-    label=None, record=None,
+    label=None, record=None, copies=(),
 ) -> Work | None:  # fmt: skip
     """Launch an operation of a communicator whose arguments are valid.
 
-    `steps`, `scalar`, `label`, `record`: as in `Call`; `held`: the arrays to keep alive; `result`: what
+    `steps`, `scalar`, `label`, `record`, `copies`: as in `Call`; `held`: the arrays to keep alive; `result`: what
     `Work.result` returns; `fingerprint`: for COLLECTIVES_CHECK, or a false value; `stream`: as the
     caller passed it.
     """
     group = open_groups.get(get_ident()) if open_groups else None
     handle = 0 if comm._on_host and stream is None else stream_handle(comm, stream)
     if group is not None or async_op:
-        held = (*held, *map(storage_of, held))
+        held = (*held, *map(storage_of, held), *copies)
     if group is not None:
         comm._check_open(name)
         if async_op and stream is not None:
             raise invalid(comm, name, "in a group, async_op=True takes the communicator's own stream: leave out stream")
         work = Work(name, nbytes, result) if async_op else None
-        return group.add(Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label, record))
+        call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, handle, work, label, record, copies)
+        return group.add(call)
     if fingerprint:
-        check_calls(comm, [fingerprint], records=() if record is None else [record])
+        check_calls(comm, [fingerprint], records=[record])
     call = None
-    if len(steps) > 1 or scalar is not None or label is not None:
-        call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label)
+    if len(steps) > 1 or scalar is not None or label is not None or copies:
+        call = Call(comm, name, steps, held, nbytes, fingerprint, scalar, label=label, copies=copies)
     if not async_op:
         _issue(comm, call, steps, handle)
         return None

@@ -121,11 +121,11 @@ class RankExits:
         "" while it lives, or where this process can't know.
         """
         key = f"{_PREFIX}/{self._global_ranks[rank]}"
-        if self._store.check([f"{key}/ended"]):
-            return _read(self._store, f"{key}/ended")
         if rank not in self._processes and self._store.check([key]):
             self._processes[rank] = _read(self._store, key)
-        return exit_reason(self._processes.get(rank, ""))
+        process = self._processes.get(rank, "")
+        ended = f"{key}/ended/{process}"
+        return _read(self._store, ended) if process and self._store.check([ended]) else exit_reason(process)
 
     def reasons_without_store(self) -> dict[int, str]:
         """Return the reasons of the ranks whose processes were read before the store was closed."""
@@ -179,7 +179,8 @@ def _at_exit() -> None:
         if store is None or pid != os.getpid() or not _is_reachable(store):
             continue
         with contextlib.suppress(RuntimeError):
-            store.set(f"{key}/ended", seal(text.encode(), f"{key}/ended"))
+            ended = f"{key}/ended/{this_process()}"
+            store.set(ended, seal(text.encode(), ended))
 
 
 def _is_reachable(store: dist.Store) -> bool:

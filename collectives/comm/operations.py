@@ -25,10 +25,10 @@ from .arguments import (
     stats_address,
 )
 from .fingerprint import PREMUL, fingerprint_of
-from .group import open_groups
+from .group import Copy, open_groups
 from .launch import launch
-from .overlap import raw_bytes, separate
-from .parts import compares_parts, comparison, refuse_call
+from .overlap import separate
+from .parts import compares_parts, comparison, refuse_call, refuses
 from .steps import all_to_all_steps, gather_or_scatter_steps, split_array
 from .work import Work
 
@@ -47,57 +47,59 @@ __all__ = [
 # ---- Reductions.
 
 
+@refuses
 def all_reduce(comm, array, op, async_op: bool, algorithm, stream, share, out) -> Work | None:
     """Reduce an array over all ranks, in place or into `out`."""
     name = "all_reduce"
     if out is None:
         dst = src = comm._reader.read(array, name, writes=True)
-        held = (array,)
+        held, copies = (array,), ()
     else:
         dst, src = read_pair(comm, out, array, name)
         check_size(comm, dst, src, 1, name, "out", "the array")
-        src, copies = separate(comm, dst, src, dst.ptr, stream)
-        held = (out, array, *copies)
-    return _reduce_over_all(comm, name, dst, src, held, op, async_op, algorithm, stream, share)
+        src, copies = separate(comm, [dst], src, dst.ptr, stream)
+        held = (out, array)
+    return _reduce_over_all(comm, name, dst, src, held, op, async_op, algorithm, stream, share, copies)
 
 
+@refuses
 def reduce_scatter(comm, out, inp, op, async_op: bool, algorithm, stream, share) -> Work | None:
     """Reduce `inp` over all ranks, part r into rank r's `out`."""
     name = "reduce_scatter"
     dst, src = read_pair(comm, out, inp, name)
     check_size(comm, src, dst, comm.size, name, "inp", "out")
-    src, copies = separate(comm, dst, src, dst.ptr - comm.rank * dst.nbytes, stream)
-    return _reduce_over_all(comm, name, dst, src, (out, inp, *copies), op, async_op, algorithm, stream, share)
+    src, copies = separate(comm, [dst], src, dst.ptr - comm.rank * dst.nbytes, stream)
+    return _reduce_over_all(comm, name, dst, src, (out, inp), op, async_op, algorithm, stream, share, copies)
 
 
 def _reduce_over_all(
-    comm, name: str, dst: Buffer, src: Buffer, held: tuple, op, async_op: bool, algorithm, stream, share
+    comm, name: str, dst: Buffer, src: Buffer, held: tuple, op, async_op: bool, algorithm, stream, share, copies
 ) -> Work | None:
     """Launch a reduction whose arrays are checked.
 
     `held`: the arrays, the output first; `share`: 2 float64, to which the statistics of this rank's
-    share are added, or None.
+    share are added, or None; `copies`: as `separate` returns them.
     """
     if src.label:
         comm._reader.check_reducible(src, name)
     if share is not None:
-        return _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share)
+        return _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share, copies)
     code, scalar = parse_reduction(comm, op, src.code, name)
     if algorithm is not None or comm.deterministic:
         selected = select_algorithm(comm, name, algorithm, code)
         if selected != "native":
             if name == "all_reduce" and dst is not src:  # the other algorithms reduce in place
-                raw_bytes(comm, dst).copy_(raw_bytes(comm, src))
+                copies = (*copies, *([Copy(src.ptr, dst.ptr, src.nbytes)] if src.nbytes else ()))
                 src = dst
-            return run_algorithm(comm, selected, name, dst, src, held, code, scalar, async_op, stream)
+            return run_algorithm(comm, selected, name, dst, src, held, code, scalar, async_op, stream, copies)
     steps = ((name, (src.ptr, dst.ptr, dst.count, dst.code, code)),)
     fingerprint = comm._checks_calls and fingerprint_of(
         name, dtype=dst.code, count=dst.count, op=PREMUL if scalar else code
     )
-    return launch(comm, name, steps, held, held[0], src.nbytes, fingerprint, async_op, stream, scalar)
+    return launch(comm, name, steps, held, held[0], src.nbytes, fingerprint, async_op, stream, scalar, copies=copies)
 
 
-def _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share) -> Work | None:
+def _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stream, share, copies) -> Work | None:
     if not comm._on_host:
         raise InvalidUsage("share is of the host engine: leave it out here", op=name, rank=comm.rank)
     code, scalar = parse_reduction(comm, op, src.code, name)
@@ -108,9 +110,12 @@ def _reduce_with_stats(comm, name, dst, src, held, op, async_op, algorithm, stre
     if dst is not src:
         stats_address(comm, share, dst, name)
     steps = ((f"{name}_share", (src.ptr, dst.ptr, dst.count, dst.code, code, stats)),)
-    return launch(comm, name, steps, (*held, share), held[0], src.nbytes, None, async_op, stream, scalar)
+    return launch(
+        comm, name, steps, (*held, share), held[0], src.nbytes, None, async_op, stream, scalar, copies=copies
+    )
 
 
+@refuses
 def reduce(comm, array, root, op, async_op: bool, stream) -> Work | None:
     """Reduce an array over all ranks, in place on `root`."""
     name = "reduce"
@@ -128,22 +133,26 @@ def reduce(comm, array, root, op, async_op: bool, stream) -> Work | None:
 # ---- Collectives that move data.
 
 
+@refuses
 def all_gather(comm, out, inp, async_op: bool, algorithm, stream) -> Work | None:
     """Gather every rank's `inp` into `out`, in rank order."""
     name = "all_gather"
     dst, src = read_pair(comm, out, inp, name)
     check_size(comm, dst, src, comm.size, name, "out", "inp")
-    src, copies = separate(comm, dst, src, dst.ptr + comm.rank * src.nbytes, stream)
-    held = (out, inp, *copies)
+    src, copies = separate(comm, [dst], src, dst.ptr + comm.rank * src.nbytes, stream)
+    held = (out, inp)
     if algorithm is not None:
         selected = select_algorithm(comm, name, algorithm)
         if selected != "native":
-            return run_algorithm(comm, selected, name, dst, src, held, 0, None, async_op, stream)
+            return run_algorithm(comm, selected, name, dst, src, held, 0, None, async_op, stream, copies)
     steps = ((name, (src.ptr, dst.ptr, src.units, src.code)),)
     fingerprint = comm._checks_calls and fingerprint_of(name, dtype=src.tag, count=src.units)
-    return launch(comm, name, steps, held, out, dst.nbytes, fingerprint, async_op, stream, label=src.label)
+    return launch(
+        comm, name, steps, held, out, dst.nbytes, fingerprint, async_op, stream, label=src.label, copies=copies
+    )
 
 
+@refuses
 def broadcast(comm, array, root, async_op: bool, stream) -> Work | None:
     """Send `root`'s array to all ranks, in place."""
     name = "broadcast"
@@ -154,16 +163,18 @@ def broadcast(comm, array, root, async_op: bool, stream) -> Work | None:
     return launch(comm, name, steps, (array,), array, src.nbytes, fingerprint, async_op, stream, label=src.label)
 
 
+@refuses
 def all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, async_op: bool, stream) -> Work | None:
     """Send part r of `inp` to rank r, and receive rank r's into part r of `out`."""
     name = "all_to_all"
     if isinstance(inp, list | tuple) or output_split_sizes is not None or input_split_sizes is not None:
         return _uneven_all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, async_op, stream)
     dst, src = read_pair(comm, out, inp, name)
-    src, copies = separate(comm, dst, src, None, stream)
+    src, copies = separate(comm, [dst], src, None, stream)
     steps, fingerprint = _even_all_to_all(comm, dst, src)
-    held = (out, inp, *copies)
-    return launch(comm, name, steps, held, out, src.nbytes, fingerprint, async_op, stream, label=src.label)
+    return launch(
+        comm, name, steps, (out, inp), out, src.nbytes, fingerprint, async_op, stream, label=src.label, copies=copies
+    )
 
 
 def _uneven_all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, async_op: bool, stream) -> Work | None:
@@ -175,27 +186,28 @@ def _uneven_all_to_all(comm, out, inp, output_split_sizes, input_split_sizes, as
         else:
             dst, src = read_pair(comm, out, inp, "all_to_all")
             sent, received = parse_row_splits(comm, out, dst, output_split_sizes, inp, src, input_split_sizes)
-            src, copies = separate(comm, dst, src, None, stream)
+            src, copies = separate(comm, [dst], src, None, stream)
             buffer, sends, receives = src if src.count else dst, split_array(src, sent), split_array(dst, received)
     except InvalidArgument as error:
         refuse_call(comm, kind, getattr(inp[0] if in_lists and inp else inp, "dtype", ""), error)
         raise
-    steps, held, record = all_to_all_steps(buffer.code, sends, receives, comm._on_host and comm.size > 1), copies, None
+    steps, held, record = all_to_all_steps(buffer.code, sends, receives, comm._on_host and comm.size > 1), (), None
     if compares_parts(comm):
         width = buffer.units // buffer.count if buffer.count else 1  # units of an element
         elements = [[units // width for _, units in each] for each in (sends, receives)]
         first, compared, record = comparison(comm, kind, buffer, *elements, len(steps))
-        steps, held = first + steps, (*copies, *compared)
+        steps, held = first + steps, compared
     fingerprint = comm._checks_calls and fingerprint_of(kind, dtype=buffer.tag)
     held = (*out, *inp, *held) if in_lists else (out, inp, *held)
     nbytes = sum(units for _, units in sends) * ITEMSIZE[buffer.code]
     return launch(
-        comm, "all_to_all", steps, held, out, nbytes, fingerprint, async_op, stream, label=buffer.label, record=record
-    )
+        comm, "all_to_all", steps, held, out, nbytes, fingerprint, async_op, stream, label=buffer.label, record=record,
+        copies=copies,
+    )  # fmt: skip
 
 
 def _read_lists(comm, outs, inps, output_split_sizes, input_split_sizes, stream):
-    """Read the lists of an all_to_all: one of its arrays, (address, units) of each part, copies to hold."""
+    """Read the lists of an all_to_all: one of its arrays, (address, units) of each part, copies."""
     name, size = "all_to_all", comm.size
     if output_split_sizes is not None or input_split_sizes is not None:
         raise invalid(comm, name, "lists are parts already: leave out the split sizes")
@@ -212,13 +224,12 @@ def _read_lists(comm, outs, inps, output_split_sizes, input_split_sizes, stream)
     if own_out.count != own_inp.count:
         text = f"rank {comm.rank} sends {own_inp.count} elements to itself and receives {own_out.count}"
         raise invalid(comm, name, text)
-    sends, copies = [], []
+    sends, copies, outputs = [], [], [out for out, _ in read]
     for _, inp in read:
-        for out, _ in read:
-            inp, copy = separate(comm, out, inp, None, stream)
-            copies += copy
-        sends.append((inp.ptr, inp.units))
-    return buffer, sends, [(out.ptr, out.units) for out, _ in read], tuple(copies)
+        apart, copy = separate(comm, outputs, inp, None, stream)
+        copies += copy
+        sends.append((apart.ptr, apart.units))
+    return buffer, sends, [(out.ptr, out.units) for out in outputs], copies
 
 
 def _even_all_to_all(comm, dst: Buffer, src: Buffer):
@@ -236,6 +247,7 @@ def _even_all_to_all(comm, dst: Buffer, src: Buffer):
     return all_to_all_steps(dst.code, *parts), fingerprint
 
 
+@refuses
 def gather_or_scatter(comm, name: str, out, inp, root, async_op: bool, stream) -> Work | None:
     """Gather every rank's `inp` into `root`'s `out` in rank order, or scatter the parts of `root`'s
     `inp`; `name`: "gather" or "scatter".
@@ -249,13 +261,15 @@ def gather_or_scatter(comm, name: str, out, inp, root, async_op: bool, stream) -
         check_same_dtype(comm, *((whole, part) if gathers else (part, whole)), name)
         check_size(comm, whole, part, comm.size, name, whole_is, part_is)
         if gathers:
-            part, copies = separate(comm, whole, part, whole.ptr + root * part.nbytes, stream)
+            part, copies = separate(comm, [whole], part, whole.ptr + root * part.nbytes, stream)
         else:
-            whole, copies = separate(comm, part, whole, part.ptr - root * part.nbytes, stream)
+            whole, copies = separate(comm, [part], whole, part.ptr - root * part.nbytes, stream)
     steps = gather_or_scatter_steps(comm.engine.library, name, whole, part, root, comm.size)
     fingerprint = comm._checks_calls and fingerprint_of(name, dtype=part.tag, count=part.units, root=root)
-    held = (*(each for each in (out, inp) if each is not None), *copies)
-    return launch(comm, name, steps, held, out, part.nbytes, fingerprint, async_op, stream, label=part.label)
+    held = tuple(each for each in (out, inp) if each is not None)
+    return launch(
+        comm, name, steps, held, out, part.nbytes, fingerprint, async_op, stream, label=part.label, copies=copies
+    )
 
 
 # ---- Between two ranks.

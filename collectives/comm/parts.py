@@ -4,8 +4,9 @@ An all-to-all of unequal parts is a group of sends and receives, an uneven all-g
 broadcasts. The engine compares a send with its receive, and no rank with all others. So such a
 group begins with a collective in which the ranks gather records of what each of them sends and
 expects: where they differ, or a rank makes another call, all ranks get `Mismatch` at once, and
-nothing of the group is sent. A rank that can't make the call, since its own arguments contradict
-each other, puts the text of its error into its record: the others get it.
+nothing of the group is sent. A rank that can't make the call, since its own arguments can't be used,
+puts the text of its error into its record: the others get it. In the place of any other collective
+such a rank makes this one, and the others get its error, too.
 
 On the host each call is compared, on NCCL with ``COLLECTIVES_CHECK=1`` alone, as all calls.
 """
@@ -13,19 +14,26 @@ On the host each call is compared, on NCCL with ``COLLECTIVES_CHECK=1`` alone, a
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from .._nccl import REFUSAL_BYTES
 from ..arrays import dtype_tag
 from ..errors import CollectivesError
+from ..torch_compat import tree_leaves
 from .fingerprint import check_calls, fingerprint_of
 from .launch import launch
 from .waiting import first_line
+from .work import Work
 
-__all__ = ["compare_parts", "compares_parts", "comparison", "refuse_call", "refusing"]
+__all__ = ["compare_parts", "compares_parts", "comparison", "refuse_call", "refuses", "refusing"]
+
+# Calls that begin with this comparison on every rank.
+_COMPARED = ("all_to_all with splits", "uneven all_gather", "uneven reduce_scatter")
+_REFUSAL_S = 1.0  # how long a rank that refuses a call waits for the others, which may be late
 
 
 def compares_parts(comm) -> bool:
@@ -78,23 +86,34 @@ def compare_parts(comm, name: str, array, sends: Sequence[int], receives: Sequen
 def refuse_call(comm, name: str, dtype, error: Exception) -> None:
     """Tell the other ranks of a call why this rank can't make it; the caller raises `error` then.
 
-    `name`: in `fingerprint.KINDS`; `dtype`: of its arrays. Blocks until the others have come to
-    their call, or to another one: they get `Mismatch` with the text of the error. Does nothing where
-    calls aren't compared.
+    `name`: in `fingerprint.KINDS`; `dtype`: of its arrays. The others get `Mismatch` with the text of
+    the error when they come to their call, or to another one: on the host this rank waits a moment
+    for them, on NCCL until they have come. Does nothing where calls aren't compared, where the error
+    was told before, and over several nodes for a call that doesn't begin with a comparison.
     """
-    if not compares_parts(comm) or comm.closed:
+    if not compares_parts(comm) or comm.closed or getattr(error, "refused", False):
         return
+    if comm._on_host and name not in _COMPARED and len(comm.machines or ()) > 1:
+        return
+    error.refused = True
     nothing = [0] * comm.size
     records, own = _make_records(comm, nothing, nothing, f"{type(error).__name__}: {first_line(error)}")
     dtype = str(dtype).rpartition(".")[2]
-    try:
-        if comm._on_host:
-            address = records.data_ptr()
-            comm._native.compare_parts(address + own, address, 0, name, dtype, 0, 0)
-        else:
+    with contextlib.suppress(CollectivesError):  # what the others get; a communicator that has failed says so itself
+        if not comm._on_host:
             check_calls(comm, [fingerprint_of(name, dtype=dtype_tag(dtype))], records=[records[own:]])
-    except CollectivesError:
-        pass  # what the others get, too; a communicator that has failed says so in its next call
+            return
+        work, queue, address = Work(name, 0, None), comm._queue, records.data_ptr()
+        earlier_ended = queue.record_completion(0)
+        handle = queue.begin(name)
+        try:
+            comm._native.compare_parts(address + own, address, 0, name, dtype, 0, 0, handle)
+        except BaseException:
+            queue.cancel(name, (records,))
+            raise
+        queue.end(name, (records,), (work,)).reported = True  # `error` is what its caller gets
+        comm._refusal = work, earlier_ended
+        work.wait(_REFUSAL_S)
 
 
 @contextlib.contextmanager
@@ -105,3 +124,25 @@ def refusing(comm, name: str, dtype) -> Iterator[None]:
     except Exception as error:
         refuse_call(comm, name, dtype, error)
         raise
+
+
+def refuses(function, find_comm: Callable = lambda comm, arrays: comm):
+    """Have a collective tell the other ranks what it raises for its arguments, on the host engine of one
+    node; a decorator.
+
+    `find_comm`: returns the communicator, or None, from the function's first argument and the arrays
+    of the others.
+    """
+
+    @functools.wraps(function)
+    def call(owner, *args, **options):
+        try:
+            return function(owner, *args, **options)
+        except (ValueError, TypeError) as error:  # `InvalidArgument` is a ValueError
+            arrays = [each for each in tree_leaves((args, options)) if hasattr(each, "dtype")]
+            comm = find_comm(owner, arrays)
+            if comm is not None and comm._on_host:
+                refuse_call(comm, "refused call", arrays[0].dtype if arrays else "unknown", error)
+            raise
+
+    return call

@@ -52,28 +52,41 @@ class CommMemory:
     """The memory of a communicator: what it allocates and registers. Base of `Communicator`."""
 
     def empty(self, n: int, dtype: torch.dtype | None = None, *, window: bool = False) -> torch.Tensor:
-        """Allocate a tensor of `n` elements in memory that the engine uses with no staging copy.
+        """Allocate a tensor in memory that the engine uses with no staging copy. A local call.
 
-        A local call. `dtype` None: torch's default. The contents are undefined. The memory lives as
-        long as a tensor views it, also after `close()`. On the host it is freed then. On CUDA it is
-        freed by the next `empty` or `close()` of this process, which wait for the GPU first. An
-        allocation takes at least 2 MiB on CUDA: tensors below 1 MiB share such blocks, at addresses
-        that are multiples of 512. `window`: the tensor has an allocation of its own, whatever its
-        size, as `register_window` needs. On the host the other ranks share the memory. A forked
-        child (a DataLoader's worker) can't change the parent's contents, and sees what the parent
-        writes later to pages that the child has not written: the memory is no snapshot for it. C:
-        ncclMemAlloc (NCCL 2.19).
+        The memory lives as long as a tensor views it, also after `close()`. On the host it is freed
+        then. On CUDA it is freed by the next `empty` or `close()` of this process, which wait for
+        the GPU first. An allocation takes at least 2 MiB on CUDA: tensors below 1 MiB share such
+        blocks, at addresses that are multiples of 512. On the host the other ranks share the
+        memory. A forked child (a DataLoader's worker) can't change the parent's contents, and sees
+        what the parent writes later to pages that the child has not written: the memory is no
+        snapshot for it. C: ncclMemAlloc (NCCL 2.19).
+
+        Args:
+            n: The number of elements.
+            dtype: The dtype of the tensor. None: torch's default.
+            window: Give the tensor an allocation of its own, whatever its size, as
+                `register_window` needs.
+
+        Returns:
+            A tensor of one dimension. Its contents are undefined.
         """
         return allocate(self, n, dtype, bool(window))
 
     def register(self, array) -> Registration:
-        """Register an array's memory, so that the engine may use it with no staging copy.
+        """Register an array's memory, so that the engine may use it with no staging copy. A local
+        call.
 
-        The array is held alive until `deregister` or `close()`. A local call. On the host the array
-        must lie in memory that the ranks share: that of `empty`, of a process group's
-        ``allocate_tensor``, or a DDP bucket's. The engine uses such memory in place without a
-        registration, too. Raises `InvalidArgument` for other memory of the host: nothing makes it
-        shared, since a driver may have pinned its pages. C: ncclCommRegister (NCCL 2.19).
+        The array is held alive until `deregister` or `close()`. C: ncclCommRegister (NCCL 2.19).
+
+        Args:
+            array: The array. On the host it must lie in memory that the ranks share: that of
+                `empty`, of a process group's ``allocate_tensor``, or a DDP bucket's. The engine
+                uses such memory in place without a registration, too.
+
+        Raises:
+            InvalidArgument: For other memory of the host: nothing makes it shared, since a driver
+                may have pinned its pages.
         """
         self._check_open("register")
         buffer = self._reader.read(array, "register", writes=True)
@@ -89,16 +102,21 @@ class CommMemory:
         return _add(self, array, buffer, place[0], handle, "buffer")
 
     def register_window(self, tensor: torch.Tensor) -> Registration:
-        """Register a tensor's memory as a symmetric window, which all ranks' kernels and copy engines
-        can address.
+        """Register a tensor's memory as a symmetric window, which all ranks' kernels and copy
+        engines can address.
 
-        A collective, which blocks: all ranks call it with memory of one size. `tensor`: from
-        ``empty(n, dtype, window=True)``; all of its allocation becomes the window, once for each
-        communicator. The tensors of an operation must begin at the same offset in it on all ranks.
-        The tensor is held alive until `deregister` or `close()`. Raises `Mismatch` where the sizes
-        differ. Where the library has no windows the memory is registered as by `register`, and
-        where it has neither it is not; the result's `kind` says which. The host engine registers as
-        `register` does. C: ncclCommWindowRegister (NCCL 2.27).
+        A collective, which blocks: all ranks call it with memory of one size. The tensors of an
+        operation must begin at the same offset in the window on all ranks. The tensor is held alive
+        until `deregister` or `close()`. Where the library has no windows the memory is registered
+        as by `register`, and where it has neither it is not; the result's `kind` says which. The
+        host engine registers as `register` does. C: ncclCommWindowRegister (NCCL 2.27).
+
+        Args:
+            tensor: A tensor of ``empty(n, dtype, window=True)``. All of its allocation becomes the
+                window, once for each communicator.
+
+        Raises:
+            Mismatch: Where the sizes differ.
         """
         self._check_open("register_window")
         buffer = self._reader.read(tensor, "register_window", writes=True)
@@ -123,10 +141,16 @@ class CommMemory:
         return _add(self, tensor, buffer, address, handle, kind if handle else None)
 
     def deregister(self, registration: Registration) -> None:
-        """End a registration; no operation that uses the array may be in flight, on any rank.
+        """End a registration. A local call. C: ncclCommDeregister, ncclCommWindowDeregister.
 
-        A local call. C: ncclCommDeregister, ncclCommWindowDeregister. On the host `InvalidUsage` is
-        raised while asynchronous operations are in flight. On CUDA it waits for the GPU.
+        On CUDA it waits for the GPU.
+
+        Args:
+            registration: What `register` or `register_window` has returned. No operation that uses
+                the array may be in flight, on any rank.
+
+        Raises:
+            InvalidUsage: On the host, while asynchronous operations are in flight.
         """
         _deregister(self, registration)
 

@@ -7,10 +7,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError
+from .error_ranks import renumber
 
 __all__ = [
     "LOG_AFTER_S", "RankWait", "call_with_timeout", "first_line", "format_ranks", "log_while_waiting", "raise_ended",
@@ -51,19 +52,21 @@ class RankWait:
     `purpose`: what the others are waited for, "to open ..."; `seconds`: the limit, for messages;
     `deadline`: its end on ``time.monotonic``'s clock, None: `seconds` from now; `exit_reason`: a
     function that returns how a rank has ended, "" while it lives; `op`: the operation's name, for
-    errors.
+    errors; `logged_ranks`: by which numbers the log names the ranks, and those in `purpose`, None: by
+    their own.
     """
 
     def __init__(
         self, purpose: str, rank: int, size: int, seconds: float, *, deadline: float | None = None,
         exit_reason: Callable[[int], str] | None = None, op: str | None = None,
+        logged_ranks: Sequence[int] | None = None,
     ):  # fmt: skip
         self.purpose = purpose
         self.rank = rank
         self.size = size
         self.seconds = seconds
         self.op = op
-        self._exit_reason = exit_reason
+        self._exit_reason, self._logged_ranks = exit_reason, logged_ranks
         self._began = time.monotonic()
         self.deadline = self._began + seconds if deadline is None else deadline
         self._log_at = self._began + LOG_AFTER_S
@@ -90,7 +93,7 @@ class RankWait:
             )  # fmt: skip
         if now >= self._log_at:
             until = self._began + self.seconds if self.deadline == math.inf else self.deadline
-            _log_wait(self.rank, now - self._began, ranks, self.purpose, until - now)
+            _log_wait(self.rank, now - self._began, ranks, self.purpose, until - now, self._logged_ranks)
             self._log_at = now + max(LOG_AFTER_S, now - self._began)
         self._check_at = now + max(_CHECK_S, 20 * (time.monotonic() - now))
 
@@ -126,10 +129,14 @@ def log_while_waiting(
         done.set()
 
 
-def _log_wait(rank: int, waited: float, ranks: list[int], purpose: str, remaining: float | None) -> None:
+def _log_wait(
+    rank: int, waited: float, ranks: list[int], purpose: str, remaining: float | None,
+    logged_ranks: Sequence[int] | None = None,
+) -> None:  # fmt: skip
     whom = format_ranks(ranks) if ranks else "other ranks"
     limit = "with no limit" if remaining is None else f"for at most {max(0.0, remaining):.0f} s more"
-    _log.warning("rank %d has waited %.0f s for %s %s; it goes on %s", rank, waited, whom, purpose, limit)
+    text = f"rank {rank} has waited {waited:.0f} s for {whom} {purpose}; it goes on {limit}"
+    _log.warning("%s", text if logged_ranks is None else renumber(text, logged_ranks))
 
 
 def call_with_timeout(
@@ -153,7 +160,8 @@ def call_with_timeout(
             outcome.append((None, error))
         ended.set()  # no join: after a signal has interrupted one, it takes the thread for ended (Python 3.11)
 
-    threading.Thread(target=target, name="collectives-limited-call", daemon=True).start()
+    thread = threading.Thread(target=target, name="collectives-limited-call", daemon=True)
+    thread.start()
     try:
         while check is not None and not ended.wait(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
             check()
@@ -170,6 +178,7 @@ def call_with_timeout(
         stop.set()
     if not outcome:
         raise timeout_error()
+    thread.join(_STOP_S)  # it has nothing left to do, and a program that counts its threads must not find it
     result, error = outcome.pop()
     if error is not None:
         raise error

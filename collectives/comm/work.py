@@ -98,17 +98,26 @@ class Work:
         return self._pending_op
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the operation, at most `timeout` seconds (None: no limit).
+        """Wait for the end of the operation.
 
-        Return True or raise the operation's error. On the host the call blocks. On CUDA, without a
-        timeout, it makes torch's current stream wait for the operation and returns at once, as
-        torch's own Work does; with a timeout it blocks. Raises `CollectiveTimeout` when the time
-        runs out: the operation stays in flight and can be waited for again.
+        On the host the call blocks. On CUDA, without a timeout, it makes torch's current stream
+        wait for the operation and returns at once, as torch's own Work does; with a timeout it
+        blocks.
 
         For an operation that was captured in a CUDA graph: inside the capture, `wait` orders the
         current stream after the operation. Later there is nothing to wait for, since the stream
         that replays the graph has the order. A timeout, `done` and `exception` raise
         `InvalidUsage`.
+
+        Args:
+            timeout: The longest wait, in seconds or as a timedelta. None: no limit.
+
+        Returns:
+            True; where the operation has failed, its error is raised.
+
+        Raises:
+            CollectiveTimeout: When the time runs out. The operation stays in flight and can be
+                waited for again.
         """
         pending_op = self._issued()
         if timeout is None:
@@ -158,9 +167,12 @@ class Work:
     def future(self, result=None) -> torch.futures.Future:
         """Return a future of the output array, or of `result` in its place.
 
-        On CUDA the result must be a torch tensor. On the host the future's callbacks run in the
-        communicator's queue: they must not wait for operations of this communicator. On CUDA the
-        future is complete at once and carries the stream's event.
+        On the host the future's callbacks run in the communicator's queue: they must not wait for
+        operations of this communicator. On CUDA the future is complete at once and carries the
+        stream's event.
+
+        Args:
+            result: The value of the future, on CUDA a torch tensor. None: the output array.
         """
         pending_op = self._issued()
         if self._future is None:

@@ -38,11 +38,17 @@ forget(_default_state)
 def fused_allreduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a DDP gradient bucket over all ranks, in place: a hook for ``register_comm_hook``.
 
-    `state`: a `HookState`, or None for the default group without compression. Sums of fp16 and bf16
-    are taken in fp32 (host engine) and rounded once. Returns a future of the bucket's own buffer.
-    On the host the last bucket of a backward blocks until all are done. The communicator is opened
-    at the first bucket, which blocks until all ranks have come. Errors are raised here with their
-    cause; torch's DDP object can't be used after one and must be built again.
+    Sums of fp16 and bf16 are taken in fp32 (host engine) and rounded once. On the host the last
+    bucket of a backward blocks until all are done. The communicator is opened at the first bucket,
+    which blocks until all ranks have come. Errors are raised here with their cause; torch's DDP
+    object can't be used after one and must be built again.
+
+    Args:
+        state: A `HookState`, or None for the default group without compression.
+        bucket: The bucket, from DDP.
+
+    Returns:
+        A future of the bucket's own buffer.
     """
     if state is None:
         state = _default_state

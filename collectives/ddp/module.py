@@ -13,7 +13,7 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.bucket_cap import DEFAULT_CAP_MB, default_bucket_cap_mb
 from ..gradients.state import HookState, has_lost_group
 from ..gradients.unused_states import forget
-from ..torch_compat import disable_dynamo, untraced
+from ..torch_compat import untraced
 from .devices import add_device_note, check_device_ids
 from .fitness import find_reason, has_hook
 from .hook import fused_allreduce
@@ -52,27 +52,33 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     names its own group.
 
     Without a hook it registers `fused_allreduce` in its first forward with gradients, or warns why
-    torch's own all-reduce stays (sparse gradients, an optimizer in the backward, ...). Set ``default_hook = False``
-    on the object before to keep torch's.
+    torch's own all-reduce stays (sparse gradients, an optimizer in the backward, ...). Set
+    ``default_hook = False`` on the object before to keep torch's.
 
     `fused_allreduce` averages over the right ranks also if the module was built over a subgroup.
-    Gradients are views of DDP's buckets (``gradient_as_bucket_view``, True by default), which saves
-    two passes over them; with the hook the buckets that DDP keeps are allocated in memory that the
-    ranks of a node share (`HookState`'s `zero_copy`). As in torch, such a gradient can't be
-    ``detach_()``-ed. Raises `InvalidArgument` for `device_ids` that don't match the device of the
-    module's parameters, with those that would, and for a module that is a DistributedDataParallel
-    already, such as one that accelerate has prepared.
+    With the hook the buckets that DDP keeps are allocated in memory that the ranks of a node share
+    (`HookState`'s `zero_copy`).
 
     On CUDA the buckets lie in a memory pool over ``ncclMemAlloc`` (``torch.cuda.MemPool``), and
     `fused_allreduce` registers them with its communicator (``ncclCommRegister``), so that NCCL can
-    use them in place. The repr of the `HookState` says how many are, and why none is.
+    use them in place. The repr of the `HookState` says how many are, and why none is. A
+    DistributedDataParallel of torch's own gets the same memory for its final buckets, when the hook
+    is registered on it.
 
-    A DistributedDataParallel of torch's own gets the same memory for its final buckets, when the
-    hook is registered on it.
+    Args:
+        module: The module.
+        *arguments: As torch takes them.
+        gradient_as_bucket_view: Make gradients views of DDP's buckets, which saves two passes over
+            them. As in torch, such a gradient can't be ``detach_()``-ed.
+        **options: As torch takes them. `bucket_cap_mb` None: on GPUs buckets grow with the number
+            of ranks, from 25 MiB for up to 10 to at most 400 MiB or a sixteenth of the gradients;
+            see `collectives.gradients.bucket_cap`. A value or `bucket_cap_mb_list` is taken as
+            torch takes it.
 
-    `bucket_cap_mb` None: on GPUs buckets grow with the number of ranks, from 25 MiB for up to 10 to
-    at most 400 MiB or a sixteenth of the gradients; see `collectives.gradients.bucket_cap`. A value
-    or `bucket_cap_mb_list` is taken as torch takes it.
+    Raises:
+        InvalidArgument: For `device_ids` that don't match the device of the module's parameters,
+            with those that would, and for a module that is a DistributedDataParallel already, such
+            as one that accelerate has prepared.
     """
 
     default_hook: bool = True
@@ -97,7 +103,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         with allocate_buckets(self) if keeps else contextlib.nullcontext():
             super()._ddp_init_helper(*arguments, **options)
 
-    @disable_dynamo(recursive=False)
+    @untraced(recursive=False)
     def forward(self, *inputs, **arguments):
         """Call the module as torch's does.
 
@@ -110,7 +116,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 add_device_note(error, self.module, (*inputs, *arguments.values()))
             raise
 
-    @disable_dynamo(recursive=False)
+    @untraced(recursive=False)
     def _pre_forward(self, *inputs, **arguments):
         # In join() a rank may have no forward at all, so none registers it there, nor later (torch leaves it enabled).
         if not self._hook_is_decided and torch.is_grad_enabled() and not self._join_config.enable:
@@ -132,8 +138,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def register_comm_hook(self, state, hook=None):
         """Register a communication hook, by ``(hook)`` or torch's ``(state, hook)``.
 
-        With `fused_allreduce`, a state of None, or one that names no ranks, gets this module's
-        process group. Raises `InvalidArgument` for a state with other ranks than the module's.
+        Args:
+            state: The hook's state, or the hook alone. With `fused_allreduce`, a state of None, or
+                one that names no ranks, gets this module's process group.
+            hook: The hook. None: `state` is the hook.
+
+        Raises:
+            InvalidArgument: For a state with other ranks than the module's.
         """
         if hook is None:
             if not callable(state):

@@ -15,7 +15,7 @@ import torch
 from ..comm.mem_pool import use_mem_pool
 from ..comm.memory import MIN_SHARED_BYTES, allocate_shared
 from ..errors import CollectivesError
-from ..torch_compat import TorchDispatchMode, disable_dynamo
+from ..torch_compat import TorchDispatchMode, untraced
 
 __all__ = ["BucketRebuild", "allocate_buckets", "rebuild_in_shareable_memory"]
 
@@ -77,7 +77,7 @@ class BucketRebuild:
     def __reduce__(self):
         return type(self), (self.shares_memory,)  # a copied DDP object makes its buckets from the beginning
 
-    @disable_dynamo
+    @untraced
     def __call__(self, ddp, inputs=()) -> None:
         """Make the buckets if they are due.
 

@@ -19,7 +19,7 @@ from .report import ERROR, OK, WARNING, Finding
 __all__ = ["PROBE_S", "check_engine", "check_install", "check_torch", "read_version", "start_engine_probe"]
 
 _OLDEST_PYTHON = (3, 10)
-_DISTRIBUTION, _OF_OTHERS = "torch-collectives", "collectives"  # names for pip; on PyPI the second is a stranger's
+_DISTRIBUTION, _OF_OTHERS = "torch-collectives", "collectives"  # on PyPI the second is a stranger's
 _EXTENSIONS = ("_nccl", "_kernels")
 _LIBRARY = "_lib/libcollectives_host.so"
 _SOURCES = ("host/*.cpp", "host/*.h", "kernels/host/*", "kernels/include/coll/*")
@@ -87,9 +87,12 @@ def _find_distribution(name: str) -> importlib.metadata.Distribution | None:
 
 
 def _reinstall() -> str:
-    """Return the line that installs this package again from where it came: a file, a URL, or the index."""
+    """Return the line that installs this package again from where it came: a file, or a URL.
+
+    Where pip doesn't know, it is no name: no index has this package's, and a stranger could take it.
+    """
     installed = _find_distribution(_DISTRIBUTION)
-    source = _DISTRIBUTION if installed is None else f"{_DISTRIBUTION}=={installed.version}"
+    source = "/path/to/the/wheel/or/checkout"
     origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
     if origin:
         vcs = origin.get("vcs_info")

@@ -35,7 +35,15 @@ class Channel(ABC):
 
     @abstractmethod
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return rank ``root``'s object, which is pickled. Raises ``ValueError`` where it can't be."""
+        """Return the object of one rank, which is pickled.
+
+        Args:
+            value: The object; only that of ``root`` is used.
+            root: The rank whose object is returned.
+
+        Raises:
+            ValueError: Where the object can't be pickled.
+        """
 
     @abstractmethod
     def broadcast_module_state(self, state: dict) -> None:

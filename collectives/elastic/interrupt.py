@@ -8,7 +8,9 @@ __all__ = ["HostsUpdatedInterrupt"]
 class HostsUpdatedInterrupt(RuntimeError):
     """The set of workers has changed, or is about to: raised by a commit, caught by `run`.
 
-    ``skip_sync``: hosts were only removed, so the state needs no sync. ``joins``: ranks wait to join.
+    Args:
+        skip_sync: Hosts were only removed, so the state needs no sync.
+        joins: Ranks wait to join.
     """
 
     def __init__(self, skip_sync: bool = False, joins: bool = False):

@@ -33,25 +33,28 @@ def run(
 ):  # fmt: skip
     """Make a training ``func(state, ...)`` elastic; a decorator.
 
-    The call opens the job's communicator, as `collectives.init` does, syncs the state from rank 0 and
-    calls ``func``. When ranks die, an operation of the others raises `RemoteError`. The others then
-    restore the state of the last commit, become ranks 0 to n - 1 of a smaller job in their old
+    The call opens the job's communicator, as `collectives.init` does, syncs the state from rank 0
+    and calls ``func``. When ranks die, an operation of the others raises `RemoteError`. The others
+    then restore the state of the last commit, become ranks 0 to n - 1 of a smaller job in their old
     order, call `State.on_reset`, sync, and call ``func`` again. Under ``python -m collectives.run
     --elastic`` ranks that were started again, or new ones, join at the next commit: it raises
     `HostsUpdatedInterrupt`, which ``func`` must let pass, and ``func`` is called again with all of
     them. It returns on all ranks together: a rank that is done waits for the others.
 
-    ``process_group``: the backend of a default group of torch.distributed, which is opened anew before
-    each call, for DDP; None: no group. It takes the elastic launcher.
-
     Any other exception ends the job: the rank that has it raises it, and the others raise
-    `RemoteError` that names it. The job also ends with fewer than ``min_ranks`` ranks (default: the
-    launcher's, or 1), after more than ``reset_limit`` recoveries (default: no limit), and at the
-    third failure in a row in which no rank has died and nothing was committed. Ranks that are alive
-    are waited for ``timeout`` seconds (600).
+    `RemoteError` that names it. The job also ends with too few ranks, after too many recoveries,
+    and at the third failure in a row in which no rank has died and nothing was committed.
 
-    Without that launcher it works for the ranks of one node on the host engine, under a launcher that
-    doesn't end the surviving ranks, and no rank joins later.
+    Without that launcher it works for the ranks of one node on the host engine, under a launcher
+    that doesn't end the surviving ranks, and no rank joins later.
+
+    Args:
+        func: The training. None: the call returns the decorator.
+        reset_limit: The largest number of recoveries. None: no limit.
+        min_ranks: The least number of ranks. None: the launcher's, or 1.
+        timeout: How long ranks that are alive are waited for, in seconds. None: 600.
+        process_group: The backend of a default group of torch.distributed, which is opened anew
+            before each call, for DDP; it takes the elastic launcher. None: no group.
     """
     _check_count(reset_limit, "reset_limit", 0)
     _check_count(min_ranks, "min_ranks", 1)
@@ -76,8 +79,14 @@ def _check_count(value, name: str, low: int) -> None:
 class ElasticTraining:
     """A running elastic training over the job's communicator.
 
-    A front end overrides how a job is opened, made current and aborted. ``seconds``: for the ranks
-    that are alive to connect.
+    A front end overrides how a job is opened, made current and aborted.
+
+    Args:
+        state: The state of the training.
+        reset_limit: The largest number of recoveries. None: no limit.
+        min_ranks: The least number of ranks.
+        seconds: How long the ranks that are alive may take to connect.
+        process_group: As in `run`.
     """
 
     failures: tuple = (RemoteError, Aborted, CollectiveTimeout)

@@ -20,10 +20,13 @@ class ElasticSampler(torch.utils.data.Sampler):
     It is torch's DistributedSampler with a record of what was processed: pass it to `TorchState`,
     call `record_batch` after each batch and `set_epoch` at the end of each epoch. Each
     `TorchState.commit` exchanges what the ranks have processed. After a rank's death the indices
-    that the last commit doesn't have are distributed over the survivors. ``dataset``: any object
-    with a constant len(). ``shuffle``: another order each epoch, the same on all ranks, from
-    ``seed`` and the epoch. Where indices can't be split evenly, the first ones occur twice, so that
-    all ranks have the same number of batches.
+    that the last commit doesn't have are distributed over the survivors. Where indices can't be
+    split evenly, the first ones occur twice, so that all ranks have the same number of batches.
+
+    Args:
+        dataset: Any object with a constant len().
+        shuffle: Take another order each epoch, the same on all ranks, from ``seed`` and the epoch.
+        seed: The seed of the order.
     """
 
     channel: Channel = CommChannel()
@@ -46,7 +49,12 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that batch ``batch_idx`` (from 0) of the current iteration was processed."""
+        """Record that a batch of the current iteration was processed.
+
+        Args:
+            batch_idx: The number of the batch, from 0.
+            batch_size: The number of indices in a batch.
+        """
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -54,7 +62,12 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.processed_indices.update(map(int, indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of batch ``batch_idx`` of the current iteration."""
+        """Return the indices of a batch of the current iteration.
+
+        Args:
+            batch_idx: The number of the batch, from 0.
+            batch_size: The number of indices in a batch.
+        """
         if self.indices is None:
             raise InvalidUsage("nothing was drawn from the sampler since it was reset: there is no such batch")
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]

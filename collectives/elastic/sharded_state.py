@@ -38,21 +38,23 @@ class ShardedState(TorchState):
     """State of a training with models in shards: ``ShardedState(sampler=sampler, epoch=0)``.
 
     Inside of the function that `run` has made, call `attach` once the model is sharded over
-    ``elastic.communicator()`` and the optimizer made. Each rank's shards of parameters and optimizer
-    state are then kept a second time in the memory of another rank, on another node where there is
-    one. After a death the others agree on the newest version of which every shard is there, and
-    `attach` loads it, resharded to the ranks that are left, or that have joined: no file is read, and
-    the bits are those of a checkpoint of that version that as many ranks load.
+    ``elastic.communicator()`` and the optimizer made. Each rank's shards of parameters and
+    optimizer state are then kept a second time in the memory of another rank, on another node where
+    there is one. After a death the others agree on the newest version of which every shard is
+    there, and `attach` loads it, resharded to the ranks that are left, or that have joined: no file
+    is read, and the bits are those of a checkpoint of that version that as many ranks load.
 
-    ``every``: commits from one version to the next; so many are done again at most. ``replicas``: on
-    how many other ranks each shard is kept, at most on all of them. ``checkpointer``: a
-    `collectives.sharded.Checkpointer`, whose newest whole checkpoint an error names. Other arguments:
-    samplers, plain attributes and objects with a state dict as in `TorchState`; no models and no
-    optimizers.
-
-    Memory: each rank keeps two versions of its shards and of those that it keeps for others, so
-    ``2 * (1 + replicas)`` times its shards of parameters and optimizer state, on the host, page-locked
+    Memory: each rank keeps two versions of its shards and of those that it keeps for others, so ``2
+    * (1 + replicas)`` times its shards of parameters and optimizer state, on the host, page-locked
     for shards on a GPU.
+
+    Args:
+        every: The number of commits from one version to the next; so many are done again at most.
+        replicas: The number of other ranks on which each shard is kept, at most on all of them.
+        checkpointer: A `collectives.sharded.Checkpointer`, whose newest whole checkpoint an error
+            names.
+        **kwargs: Samplers, plain attributes and objects with a state dict, as in `TorchState`; no
+            models and no optimizers.
     """
 
     def __init__(self, *, every: int = 1, replicas: int = 1, checkpointer: Checkpointer | None = None, **kwargs):
@@ -95,17 +97,22 @@ class ShardedState(TorchState):
     # ---- Model and optimizers.
 
     def attach(self, model: nn.Module, optimizers=None, **objects) -> None:
-        """Take a model in shards and its optimizers, one or several, into the state. A collective,
-        which blocks.
+        """Take a model in shards and its optimizers into the state. A collective, which blocks.
 
-        Call it in each call of the training's function, for the model that this call has made, before
-        the first commit. The first time it changes nothing; after ranks have died or joined it loads
-        the version that all go on from, as `collectives.sharded.load` does. ``objects``: others that
-        are made in the function, with state_dict and load_state_dict, the same on all ranks: a
-        learning rate scheduler, a GradScaler.
+        Call it in each call of the training's function, for the model that this call has made,
+        before the first commit. The first time it changes nothing; after ranks have died or joined
+        it loads the version that all go on from, as `collectives.sharded.load` does.
 
-        Raises `InvalidUsage` where nothing in the model is sharded, or not over the job's present
-        ranks; `InvalidArgument` for another model than the version's.
+        Args:
+            model: The model.
+            optimizers: An optimizer, or several.
+            **objects: Others that are made in the function, with state_dict and load_state_dict,
+                the same on all ranks: a learning rate scheduler, a GradScaler.
+
+        Raises:
+            InvalidUsage: Where nothing in the model is sharded, or not over the job's present
+                ranks.
+            InvalidArgument: For another model than the version's.
         """
         optimizers = [] if optimizers is None else optimizers_of(optimizers)
         comm, scheduler = self.channel.comm, get_module_scheduler(model)

@@ -30,9 +30,12 @@ _REMOVED = 1  # bits of update_res of on_hosts_updated: 1 removed, 2 added
 class State:
     """Interface of the states of `run`.
 
-    A class of your own defines `save`, `restore`, `sync` and, if needed, `reset`. ``bcast_object``
-    and ``get_rank``: accepted for Horovod's sake, and not used. ``channel``: over what its ranks
-    exchange something.
+    A class of your own defines `save`, `restore`, `sync` and, if needed, `reset`. The class
+    attribute ``channel`` is what its ranks exchange something over.
+
+    Args:
+        bcast_object: Accepted for Horovod's sake, and not used.
+        get_rank: Accepted for Horovod's sake, and not used.
     """
 
     channel: Channel = CommChannel()
@@ -49,6 +52,9 @@ class State:
 
         They run before `sync`, so that all ranks get what they change on rank 0. An exception in
         one ends the job.
+
+        Args:
+            callbacks: The functions, which take no argument.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -62,9 +68,11 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int = _REMOVED | 2) -> None:
         """Make the next commit of all ranks raise `HostsUpdatedInterrupt`.
 
-        Call it from any thread, on one rank or more. ``timestamp``: in seconds; one that isn't
-        above the last one has no effect. ``update_res``: 1 where hosts were only removed, so that
-        no sync is needed.
+        Call it from any thread, on one rank or more.
+
+        Args:
+            timestamp: A time in seconds. One that isn't above the last one has no effect.
+            update_res: 1 where hosts were only removed, so that no sync is needed.
         """
         self._host_messages.put((timestamp, update_res))
 
@@ -125,6 +133,11 @@ class ObjectState(State):
 
     They are copied (deepcopy) at each save, and pickled for `sync`; `ValueError` names one that
     can't be.
+
+    Args:
+        bcast_object: As in `State`.
+        get_rank: As in `State`.
+        **kwargs: The attributes and their values.
     """
 
     def __init__(self, bcast_object=None, get_rank=None, **kwargs):
@@ -189,9 +202,13 @@ class TorchState(ObjectState):
     batch=0)``.
 
     Models, optimizers, schedulers, `ElasticSampler` and other objects with state_dict and
-    load_state_dict (a GradScaler) are saved by their state dicts and keep their identity. Other
-    keyword arguments are plain attributes, as in `ObjectState`. ``model`` and ``optimizer`` are
-    optional, and there may be several, under any names.
+    load_state_dict (a GradScaler) are saved by their state dicts and keep their identity.
+
+    Args:
+        model: A model, if one has this name.
+        optimizer: An optimizer, if one has this name.
+        **kwargs: Further models, optimizers and other objects with a state dict, under any names,
+            and plain attributes, as in `ObjectState`.
     """
 
     def __init__(self, model=None, optimizer=None, **kwargs):

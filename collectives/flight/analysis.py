@@ -22,17 +22,22 @@ _SLOW_LEAST = 8
 _SLOW_GAP = 3
 _STOPPED = "T"
 _OF_ABSENCE = ("RemoteError", "CollectiveTimeout")  # errors that name ranks which did not come
+_NAMELESS = (*_OF_ABSENCE, "TransportError")  # errors that may follow from another rank's end and name nobody
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing that went wrong.
 
-    ``kind``: "died", "late", "missing", "different", "error", "stopped", "slow", "apart", "no file" or
-    "ended", of a rank that is not the cause;
-    ``communicator``: its name; ``ranks``: whom it is about, by that communicator's numbers;
-    ``text``: in words; ``at``: when, ns of the time of day, None where that isn't known; ``facts``:
-    further values, for programs.
+    Attributes:
+        kind: "died", "late", "missing", "different", "error", "stopped", "slow", "apart" or "no
+            file"; "unclear", of a rank that died, was late, or was ended when others had failed; or
+            "ended", of a rank that is not the cause.
+        communicator: The communicator's name.
+        ranks: The ranks that it is about, by that communicator's numbers.
+        text: The finding in words.
+        at: When, in ns of the time of day; None where that isn't known.
+        facts: Further values, for programs.
     """
 
     kind: str
@@ -46,7 +51,8 @@ class Finding:
 def analyse(rings: Iterable[RingFile]) -> list[Finding]:
     """Return what the rings say went wrong, the likely causes first.
 
-    ``rings``: of all ranks, as `read_folder` returns them.
+    Args:
+        rings: The rings of all ranks, as `read_folder` returns them.
     """
     groups: dict[str, dict[int, RingFile]] = defaultdict(dict)
     for ring in rings:  # of two files of one rank the later one counts
@@ -54,13 +60,13 @@ def analyse(rings: Iterable[RingFile]) -> list[Finding]:
     findings = []
     for name, by_rank in sorted(groups.items()):
         findings += _analyse_comm(name, by_rank)
-    order = ["died", "stopped", "different", "late", "missing", "error", "no file", "slow", "apart", "ended"]
+    order = ["died", "stopped", "different", "late", "unclear", "missing", "error", "no file", "slow", "apart", "ended"]
     return sorted(findings, key=lambda found: (order.index(found.kind), found.at or 2**63))
 
 
 def _analyse_comm(name: str, rings: dict[int, RingFile]) -> list[Finding]:
     ends = _find_ends(name, rings)
-    gone = {rank for found in ends if found.kind != "late" for rank in found.ranks}
+    gone = {rank for found in ends if found.kind in ("died", "ended") for rank in found.ranks}
     return [
         *ends,
         *_find_stopped(name, rings),
@@ -92,15 +98,36 @@ class _Accusation:
     op: str
 
 
-def _find_accusations(rings: dict[int, RingFile]) -> dict[int, _Accusation]:
-    """Return the first accusation of each rank that an error of another one names."""
+def _find_accusations(failed: dict[int, RingFile]) -> dict[int, _Accusation]:
+    """Return the first accusation of each rank that an error of another one names as absent."""
     found: dict[int, _Accusation] = {}
-    for by, ring in rings.items():
-        for peer in (ring.error or {}).get("peers", ()):
-            one = _Accusation(ring.state_at + ring.clock, by, ring.error["kind"], ring.error["op"])
+    for by, ring in failed.items():
+        for peer in ring.error["peers"] if ring.error["kind"] in _OF_ABSENCE else ():
+            one = _Accusation(ring.error["at"] + ring.clock, by, ring.error["kind"], ring.error["op"])
             if peer != by and (peer not in found or one.at < found[peer].at):
                 found[peer] = one
     return found
+
+
+def _has_gone_on(ring: RingFile) -> bool:
+    """Return whether operations have gone well after a rank's error, which its program has caught."""
+    return any(op.submitted > ring.error["at"] and op.completed and not op.code for op in ring.operations)
+
+
+def _find_nameless(failed: dict[int, RingFile]) -> dict[int, RingFile]:
+    """Return the ranks whose errors follow from another rank's and don't say whose; none where any error
+    says more. NCCL's own errors are such.
+    """
+    nameless = {
+        rank: ring for rank, ring in failed.items() if ring.error["kind"] in _NAMELESS and not ring.error["peers"]
+    }
+    return nameless if len(nameless) == len(failed) else {}
+
+
+def _every_end_is_known(rings: dict[int, RingFile], failed: dict[int, RingFile]) -> bool:
+    """Return whether this machine would know of the end of every rank that has got no error."""
+    size = max(ring.size for ring in rings.values())
+    return len(rings) == size and all(_is_of_this_node(ring) for rank, ring in rings.items() if rank not in failed)
 
 
 def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
@@ -108,13 +135,20 @@ def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
 
     A rank that has got `CollectiveTimeout` was waiting for one that lived: a launcher ends it later,
     and it was late. Where ranks have failed that wait for nobody's end, a launcher has ended the
-    others, too, and these are not the cause. The remaining ones have died, in the order of their ends.
+    others, too, and these are not the cause. Where no error says which rank was missing, it is one of
+    those, and which one is not known. The remaining ones have died, in the order of their ends. An error
+    that a program has caught, and gone on, is none of these.
     """
-    accusations = _find_accusations(rings)
+    caught = {rank for rank, ring in rings.items() if ring.error is not None and _has_gone_on(ring)}
+    failed = {rank: ring for rank, ring in rings.items() if ring.error is not None and rank not in caught}
+    accusations, nameless = _find_accusations(failed), _find_nameless(failed)
     ended = {rank: ring for rank, ring in rings.items() if ring.state == "open" and ring.ended_process}
+    ended = {rank: ring for rank, ring in ended.items() if rank not in failed}
     late = {rank for rank in ended if rank in accusations and accusations[rank].kind == "CollectiveTimeout"}
-    failed = [rank for rank, ring in rings.items() if ring.error is not None]
-    after = {rank for rank in ended if failed and getattr(accusations.get(rank), "kind", "") not in _OF_ABSENCE}
+    after = {rank for rank in ended if failed and rank not in accusations}
+    is_remote = any(ring.error["kind"] == "RemoteError" for ring in nameless.values())
+    if len(after) == 1 and is_remote and _every_end_is_known(rings, failed):
+        after = set()  # nobody else can have died
     found, dead = [], []
     for rank, ring in ended.items():
         who = f"rank {rank} (process {ring.pid} on {ring.host})"
@@ -128,6 +162,13 @@ def _find_ends(name: str, rings: dict[int, RingFile]) -> list[Finding]:
                 + ("; its process lived then, and was ended later" if lived else "; its process has ended")
             )
             found.append(Finding("late", name, (rank,), text, first.at, facts))
+        elif rank in after and nameless:
+            by, other = next(iter(nameless.items()))
+            text = (
+                f"{who} died or was late, or was ended when others had failed, {_after(ring)}: rank {by}'s "
+                f"{other.error['kind']} doesn't say which rank was missing"
+            )
+            found.append(Finding("unclear", name, (rank,), text, ring.last_at, facts))
         elif rank in after:
             text = f"{who} was ended {_after(ring)}, when others had failed: no rank's error names it"
             found.append(Finding("ended", name, (rank,), text, ring.last_at, facts))
@@ -220,7 +261,8 @@ def _find_errors(name: str, rings: dict[int, RingFile]) -> list[Finding]:
     for rank, ring in rings.items():
         if ring.error is not None:
             text = f"rank {rank} got {ring.error['kind']}: {ring.error['text']}"
-            found.append(Finding("error", name, (rank,), text, ring.state_at + ring.clock, {"error": ring.error}))
+            text += " (its program has caught it, and gone on)" if _has_gone_on(ring) else ""
+            found.append(Finding("error", name, (rank,), text, ring.error["at"] + ring.clock, {"error": ring.error}))
     return found
 
 

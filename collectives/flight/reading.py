@@ -27,11 +27,21 @@ _ERROR = ("kind", "text", "op")
 class Operation:
     """One operation of a rank.
 
-    ``number``: among all of its communicator on this rank; ``sequence``: among the collectives, and
-    so the same on all ranks; ``count``: elements as in NCCL's call; ``peer``: root or peer, else
-    None; ``submitted``, ``started``, ``ended``: ns of the node's monotonic clock, None where it has
-    not happened or isn't known; ``completed``: whether it is known to have ended; ``line``: of the
-    program, "" where it wasn't recorded; ``code``: NCCL's result code of its end.
+    Attributes:
+        number: Its number among all operations of its communicator on this rank.
+        sequence: Its number among the collectives, which is the same on all ranks.
+        name: The operation, such as "all_reduce".
+        count: The number of elements, as in NCCL's call.
+        dtype: The dtype of the elements.
+        peer: The root or the peer; None where there is none.
+        collective: Whether it is a collective.
+        stream: The stream that orders it.
+        submitted: When it was submitted, in ns of the node's monotonic clock.
+        started: When it has started; None where it has not, or that isn't known.
+        ended: When it has ended; None where it has not, or that isn't known.
+        completed: Whether it is known to have ended.
+        code: NCCL's result code of its end.
+        line: The line of the program; "" where it wasn't recorded.
     """
 
     number: int
@@ -69,10 +79,24 @@ class Operation:
 class RingFile:
     """One rank's ring of one communicator, as its file has it.
 
-    ``state``: "open", "closed", "aborted" or "failed"; ``state_at``: when, ns of the monotonic
-    clock; ``clock``: ns from that clock to the time of day; ``error``: the first one, a dict with
-    ``kind``, ``text``, ``op`` and ``peers``, or None; ``issued``: operations so far; ``operations``:
-    the last of them, in order; ``ended_process``: whether the process is known to have ended.
+    Attributes:
+        path: The file.
+        name: The communicator's name.
+        rank: The rank that wrote the ring.
+        size: The number of ranks.
+        pid: The rank's process id.
+        process: The process, as the recorder identifies it.
+        host: The name of the node.
+        node: The number of the node; None where it isn't known.
+        device: The communicator's device.
+        engine: The communicator's engine.
+        clock: What to add to a time of the monotonic clock for the time of day, in ns.
+        state: "open", "closed", "aborted" or "failed".
+        state_at: When, in ns of the monotonic clock.
+        error: The error that has ended the communicator, else the first one; None where there was
+            none. A dict with ``kind``, ``text``, ``op``, ``peers`` and ``at``, as `state_at`.
+        issued: The number of operations so far.
+        operations: The last of them, in order.
     """
 
     path: Path
@@ -120,8 +144,14 @@ class RingFile:
 def read_folder(folder: str | os.PathLike) -> tuple[list[RingFile], list[str]]:
     """Read all ``*.flight`` files of a folder and of those in it.
 
-    Return the rings by name and rank, and a line for each file that can't be read. Raises
-    `InvalidArgument` where there is no such folder or no file in it.
+    Args:
+        folder: The folder.
+
+    Returns:
+        The rings by name and rank, and a line for each file that can't be read.
+
+    Raises:
+        InvalidArgument: Where there is no such folder or no file in it.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -210,12 +240,15 @@ def _parse_outcome(outcome: dict) -> tuple[str, int, dict | None]:
         peers = [peer for peer in peers if type(peer) is int] if isinstance(peers, list) else []
         error = {
             **{part: _printable(value[:1000]) if isinstance(value := error.get(part), str) else "" for part in _ERROR},
-            "peers": peers,
+            "peers": peers, "at": _time(error.get("at")),
         }  # fmt: skip
     else:
         error = None
-    valid = isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**63
-    return state if state in ("open", "closed", "aborted", "failed") else "open", at if valid else 0, error
+    return state if state in ("open", "closed", "aborted", "failed") else "open", _time(at), error
+
+
+def _time(value) -> int:
+    return value if type(value) is int and 0 <= value < 2**63 else 0
 
 
 def _read_lines(data: bytes, count: int) -> list[str]:

@@ -62,25 +62,36 @@ class GradientBuckets:
     """Averages the gradients of parameters over all ranks: `all_reduce()` between the last backward
     and the step.
 
-    `params`: parameters, (name, parameter) pairs as ``model.named_parameters()`` yields, or an
-    optimizer's ``param_groups``; parameters that need no gradient are left out; the same on all
-    ranks, in the same order. `bucket_cap_mb`, `first_bucket_mb`: largest size in MiB of a bucket,
-    and of the first one; a larger parameter has a bucket alone. None: 25, or as
-    DistributedDataParallel takes on more than 10 GPUs. On the host each parameter of 1 MiB and more
-    has one, and without overlap its gradient isn't packed. `comm`: a `Communicator`.
-    `process_group`: a torch process group; a communicator over its ranks is opened at first use.
-    With neither, the default group is used. `average`: False leaves the sum. `wire`: "fp32", each
-    gradient in its own dtype, or a compressed one with `block`, `error_feedback` and
-    `stochastic_rounding`, as in `HookState`. `overlap`: send a bucket as soon as a backward has
-    made all of its gradients; None: on CUDA, and on the host where every rank has more cores than
-    torch computes with; not with a compressed wire. It begins after the first `all_reduce()`, which
-    splits off a communicator for it.
-
     Gradients may have been made by any number of backwards, or assigned. On CUDA the host doesn't
     wait if this rank has all gradients and none was changed after it was sent. Then a later call
     raises what is wrong on another rank, and a gradient that is changed after it was sent must be
-    changed on all ranks. Raises `InvalidArgument` for unsuitable parameters and settings. Holds the
-    parameters, as an optimizer does; use it as a context manager, or `close()` it.
+    changed on all ranks. Holds the parameters, as an optimizer does; use it as a context manager,
+    or `close()` it.
+
+    Args:
+        params: Parameters, (name, parameter) pairs as ``model.named_parameters()`` yields, or an
+            optimizer's ``param_groups``, the same on all ranks, in the same order. Parameters that
+            need no gradient are left out.
+        bucket_cap_mb: The largest size of a bucket, in MiB; a larger parameter has a bucket alone.
+            None: 25, or as DistributedDataParallel takes on more than 10 GPUs. On the host each
+            parameter of 1 MiB and more has a bucket alone, and without overlap its gradient isn't
+            packed.
+        comm: The communicator of the ranks that average. None: see `process_group`.
+        process_group: A torch process group, over whose ranks a communicator is opened at first
+            use. None: that of `comm`, and without one the default group.
+        average: Divide by the number of ranks. False: leave the sum.
+        wire: "fp32", each gradient in its own dtype, or a compressed wire, as in `HookState`.
+        block: The number of values of an 8-bit wire that share a scale, as in `HookState`.
+        error_feedback: As in `HookState`.
+        stochastic_rounding: As in `HookState`.
+        overlap: Send a bucket as soon as a backward has made all of its gradients; not with a
+            compressed wire. It begins after the first `all_reduce()`, which splits off a
+            communicator for it. None: on CUDA, and on the host where every rank has more cores than
+            torch computes with.
+        first_bucket_mb: The largest size of the first bucket, in MiB.
+
+    Raises:
+        InvalidArgument: For unsuitable parameters and settings.
     """
 
     def __init__(
@@ -172,11 +183,15 @@ class GradientBuckets:
 
         A parameter without a gradient counts as one of zeros, and gets a gradient where another
         rank has one. Blocks until it is done; on CUDA it waits for the gradients of all backwards,
-        and the averages are ordered on the current stream. A gradient that can't be averaged
-        (sparse, of another dtype or shape than the parameter's was, sharing memory with another
-        one) raises `InvalidArgument` on all ranks and leaves the gradients as they are; so does
-        `Mismatch`, at the first call, where the ranks' parameters differ. (On CUDA, ranks without a
-        problem of their own go on, and raise `InvalidUsage` in a later call.)
+        and the averages are ordered on the current stream.
+
+        An error is raised on all ranks and leaves the gradients as they are. (On CUDA, ranks
+        without a problem of their own go on, and raise `InvalidUsage` in a later call.)
+
+        Raises:
+            InvalidArgument: For a gradient that can't be averaged: sparse, of another dtype or
+                shape than the parameter's was, or sharing memory with another one.
+            Mismatch: At the first call, where the ranks' parameters differ.
         """
         if self._closed:
             raise InvalidUsage("all_reduce() after close()", op=_OP)

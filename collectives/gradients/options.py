@@ -28,52 +28,50 @@ _ALGORITHMS = ("native", "ring", "direct")
 
 @dataclasses.dataclass(frozen=True)
 class HookOptions:
-    """Options of a `HookState`, which takes them as keyword arguments. They don't change afterwards.
+    """Options of a `HookState`, which takes them as keyword arguments. They don't change
+    afterwards.
 
-    The wire:
+    On every wire sums are taken in fp32, in rank order, and rounded to the wire once.
 
-    - `wire`, by default "fp32", no compression. "bf16", "fp16", "fp8_e4m3", "fp8_e5m2" and "int8"
-      round the gradients. On every wire sums are taken in fp32, in rank order, and rounded to the
-      wire once.
-    - `block`, 256: the number of values of an 8-bit wire that share a scale; or 128, 512.
-    - `error_feedback`, False: keep rounding errors in fp32, by parameter, and add them in the next
-      step.
-    - `stochastic_rounding`, False: round at random, with the unrounded value as the mean.
-    - `average`, True: divide by the number of ranks, in fp32; False leaves the sum.
-    - `algorithm`, "native": the engine's own; "ring" or "direct" for fp32 alone.
-    - `deterministic`, False: the bits depend on the ranks' gradients alone, not on buckets, streams
-      or engine; clipping then takes an extra pass for the norm.
-    - `streams`, None: spread buckets over this number of communicators, each with a CUDA stream (on
-      the host a thread); None is COLLECTIVES_STREAMS, else 1.
+    Args:
+        wire: The format in which gradients are sent: "fp32", no compression, or "bf16", "fp16",
+            "fp8_e4m3", "fp8_e5m2" or "int8", which round the gradients.
+        block: The number of values of an 8-bit wire that share a scale: 128, 256 or 512.
+        error_feedback: Keep rounding errors in fp32, by parameter, and add them in the next step.
+        stochastic_rounding: Round at random, with the unrounded value as the mean.
+        average: Divide by the number of ranks, in fp32. False: leave the sum.
+        algorithm: "native", the engine's own; "ring" or "direct" for fp32 alone.
+        deterministic: Make the bits depend on the ranks' gradients alone, not on buckets, streams
+            or engine; clipping then takes an extra pass for the norm.
+        streams: The number of communicators, each with a CUDA stream (on the host a thread), over
+            which buckets are spread. None: COLLECTIVES_STREAMS, else 1.
+        max_norm: Clip the gradient of all parameters to this norm, as
+            ``torch.nn.utils.clip_grad_norm_`` does after the backward. None: don't clip.
+        norm_type: The p of the norm, or infinity. 2 is found in the reduction's own pass.
+        check_finite: Count non-finite values. Only with HookState's `optimizer` is a step with such
+            values left out.
+        parameters_as_bucket_view: With `optimizer`, make the parameters of a bucket views of one
+            allocation, to gather them in place (4 bytes of memory traffic less for each bf16
+            parameter). ``optimizer.step()`` exchanges ``param.data``, once: the parameters stay the
+            same objects with the same values. Where another tensor shares their memory, or the node
+            has no memory left, they stay there, with a warning; CUDA graphs captured before would
+            read freed memory. On the host the ranks of a node share the allocation, so that a child
+            process that is forked then may see later steps of the parent. ``torch.save`` of one
+            parameter alone saves its bucket.
+        zero_copy: On the host, allocate the buckets that DDP keeps in memory that the ranks of a
+            node share, so that they are averaged with no staging copy; the state's repr says how
+            many are shared. A child process that is forked then can't change them and must not read
+            them: it may see what the parent writes later. On a GPU DDP's buckets are made in memory
+            of ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL. False: buckets stay as
+            torch makes them, but with ``find_unused_parameters``, whose buckets DDP makes before it
+            has a hook.
+        gather: For `fully_shard` alone: the format, one of the 16-bit and 8-bit wires', in which
+            parameters are gathered, while the rank that owns them keeps them as they are. None: the
+            parameters' dtype.
 
-    After the sum:
-
-    - `max_norm`, None: clip the gradient of all parameters to this norm, as
-      ``torch.nn.utils.clip_grad_norm_`` does after the backward.
-    - `norm_type`, 2: another p, or infinity. 2 is found in the reduction's own pass.
-    - `check_finite`, False: count non-finite values; only with HookState's `optimizer` is a step with
-      such values left out.
-    - `parameters_as_bucket_view`, False: with `optimizer`, make the parameters of a bucket views of
-      one allocation, to gather them in place (4 bytes of memory traffic less for each bf16
-      parameter). ``optimizer.step()`` exchanges ``param.data``, once: the parameters stay the same
-      objects with the same values. Where another tensor shares their memory, or the node has no memory
-      left, they stay there, with a warning; CUDA graphs captured before would read freed memory. On
-      the host the ranks of a node share the allocation, so that a child process that is forked then
-      may see later steps of the parent. ``torch.save`` of one parameter alone saves its bucket.
-
-    The memory:
-
-    - `zero_copy`, True: on the host, allocate the buckets that DDP keeps in memory that the ranks of
-      a node share, so that they are averaged with no staging copy; the state's repr says how many are
-      shared. A child process that is forked then can't change them and must not read them: it may see
-      what the parent writes later. False: buckets stay as torch makes them, but with
-      ``find_unused_parameters``, whose buckets DDP makes before it has a hook. On a GPU DDP's buckets
-      are made in memory of ncclMemAlloc (torch.cuda.MemPool) and registered with NCCL.
-    - `gather`, None: for `fully_shard` alone, the format, one of the 16-bit and 8-bit wires', in which
-      parameters are gathered, while the rank that owns them keeps them as they are.
-
-    Raises `InvalidArgument` for a value that an option doesn't take, and, with the reason, for
-    options that don't go together.
+    Raises:
+        InvalidArgument: For a value that an option doesn't take, and, with the reason, for options
+            that don't go together.
     """
 
     wire: Wire = "fp32"

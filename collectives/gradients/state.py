@@ -50,24 +50,17 @@ def _describe_comm(given) -> str:
 
 
 class HookState:
-    """State of `fused_allreduce`: the ranks that average, the options, and what is kept from step to step.
+    """State of `fused_allreduce`: the ranks that average, the options, and what is kept from step
+    to step.
 
     All options compose. Their names, defaults and meanings are those of
     `collectives.gradients.options.HookOptions`: ``HookState(wire="int8", error_feedback=True)``.
 
-    `comm`: a `Communicator`. `process_group`: a torch process group; a communicator over its ranks
-    is opened at first use. With neither, the default group is used. If torch's DDP was built over a
-    subgroup, it must be named here; else the state is refused
-    (`collectives.DistributedDataParallel` names its own).
-
-    `optimizer`: an optimizer of `collectives.optim` that is stepped inside of the backward. Each
-    rank reduces and updates its shard of each bucket and all ranks all-gather the parameters, so
-    that the optimizer's state takes 1/n of the memory; see `collectives.gradients.zero`. If
-    max_norm, check_finite or a GradScaler needs all gradients first, the updates wait for the last
-    bucket; non-finite gradients leave the step out on all ranks. `grad_scaler`: the GradScaler that
-    scales the loss, False where none does, or None for the only one in use when it first matters;
-    several are an error then. It can be set later (``state.grad_scaler = scaler``), and isn't
-    pickled.
+    With `optimizer`, each rank reduces and updates its shard of each bucket and all ranks
+    all-gather the parameters, so that the optimizer's state takes 1/n of the memory; see
+    `collectives.gradients.zero`. If max_norm, check_finite or a GradScaler needs all gradients
+    first, the updates wait for the last bucket; non-finite gradients leave the step out on all
+    ranks.
 
     ``fully_shard(module, hook_state=...)`` takes a state, too: its gradients go by that wire, and
     are clipped and stepped as above. Make `optimizer` from the sharded parameters and set it
@@ -84,8 +77,21 @@ class HookState:
     again at first use; an optimizer must be set again (``state.optimizer = optimizer``), and takes
     over the saved state. `state_dict()` is for another number of ranks.
 
-    Raises `InvalidArgument`, with the reason, for options that don't go together, and TypeError for
-    a name that is no option.
+    Args:
+        comm: The communicator of the ranks that average. None: see `process_group`.
+        process_group: A torch process group, over whose ranks a communicator is opened at first
+            use. None: that of `comm`, and without one the default group. If torch's DDP was built
+            over a subgroup, name that group here; else the state is refused
+            (`collectives.DistributedDataParallel` names its own).
+        optimizer: An optimizer of `collectives.optim` that is stepped inside of the backward.
+        grad_scaler: The GradScaler that scales the loss. False: none does. None: the only one in
+            use when it first matters; several are an error then. It can be set later
+            (``state.grad_scaler = scaler``), and isn't pickled.
+        **options: The options of `HookOptions`.
+
+    Raises:
+        InvalidArgument: With the reason, for options that don't go together.
+        TypeError: For a name that is no option.
     """
 
     options: HookOptions
@@ -166,7 +172,8 @@ class HookState:
     def stats(self) -> dict:
         """Return totals since the state was made: backwards, buckets, bytes, seconds in the hook.
 
-        ``ratio``: the bytes on the wire divided by what fp32 would have sent.
+        The entry ``"ratio"`` is the bytes on the wire divided by the bytes that fp32 would have
+        sent.
         """
         totals = dict(self.pipeline.totals)
         as_fp32 = totals["bytes_as_fp32"]
@@ -253,11 +260,12 @@ class HookState:
         compile_gradient_kernels(params, options=self.options, steps=True)
 
     def optimizer_state_dict(self, *, full: bool = True) -> dict:
-        """Return the state of `optimizer`: all of it, as torch's optimizers do, or this rank's
-        part.
+        """Return the state of `optimizer`.
 
-        `full`: a collective, which all ranks must call; the result fits the same optimizer without
-        a hook, and any number of ranks.
+        Args:
+            full: Return all of the state, as torch's optimizers do: a collective, which all ranks
+                must call. The result fits the same optimizer without a hook, and any number of
+                ranks. False: return this rank's part.
         """
         return self._get_step().state_dict(full=full)
 

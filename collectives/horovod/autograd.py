@@ -79,7 +79,15 @@ def allreduce(
 ):  # fmt: skip
     """Reduce a tensor over the ranks and return the result, a new tensor; blocks.
 
-    Arguments: as `allreduce_async`. ``compression``: a class of `Compression`, for what is sent.
+    Args:
+        tensor: The tensor, as in `allreduce_async`.
+        average: The deprecated form of ``op``.
+        name: As in `allreduce_async`.
+        compression: A class of `Compression`, for what is sent.
+        op: The reduction. None: `Average`.
+        prescale_factor: What the tensor is multiplied by before the reduction.
+        postscale_factor: What the result is multiplied by.
+        process_set: The ranks that take part.
     """
     if compression is Compression.none and not _needs_autograd((tensor,)):
         handle = ops.allreduce_async(
@@ -94,7 +102,18 @@ def grouped_allreduce(
     tensors, average=None, name=None, compression=Compression.none, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set,
 ):  # fmt: skip
-    """Reduce a list of tensors together and return a list of new ones; blocks."""
+    """Reduce a list of tensors together and return a list of new ones; blocks.
+
+    Args:
+        tensors: The tensors, each as in `allreduce_async`.
+        average: The deprecated form of ``op``.
+        name: As in `allreduce_async`.
+        compression: A class of `Compression`, for what is sent.
+        op: The reduction. None: `Average`.
+        prescale_factor: What the tensors are multiplied by before the reduction.
+        postscale_factor: What the results are multiplied by.
+        process_set: The ranks that take part.
+    """
     options = _options(average, name, op, prescale_factor, postscale_factor, process_set, compression)
     return _compressed_allreduce(tensors, compression, options)
 
@@ -121,7 +140,17 @@ def allreduce_(
     tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set,
 ):  # fmt: skip
-    """Reduce a tensor in place; blocks."""
+    """Reduce a tensor in place; blocks.
+
+    Args:
+        tensor: The tensor, as in `allreduce_async`.
+        average: The deprecated form of ``op``.
+        name: As in `allreduce_async`.
+        op: The reduction. None: `Average`.
+        prescale_factor: What the tensor is multiplied by before the reduction.
+        postscale_factor: What the result is multiplied by.
+        process_set: The ranks that take part.
+    """
     synchronize(
         ops.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set, _waits=True)
     )
@@ -132,7 +161,7 @@ def grouped_allreduce_(
     tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0,
     process_set=global_process_set,
 ):  # fmt: skip
-    """Reduce a list of tensors in place; blocks."""
+    """Reduce a list of tensors in place; blocks. The arguments are those of `grouped_allreduce`."""
     options = _options(average, name, op, prescale_factor, postscale_factor, process_set, None)
     synchronize(ops.grouped_allreduce_async_(tensors, **options, _waits=True))
     return list(tensors)
@@ -158,7 +187,10 @@ class _Allgather(torch.autograd.Function):
 def allgather(tensor, name=None, process_set=global_process_set):
     """Concatenate the ranks' tensors along dimension 0, in rank order; blocks.
 
-    As `allgather_async`.
+    Args:
+        tensor: The tensor, as in `allgather_async`.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
     """
     if _needs_autograd((tensor,)):
         return _Allgather.apply(name, process_set, tensor)[0]
@@ -187,14 +219,28 @@ class _Broadcast(torch.autograd.Function):
 
 
 def broadcast(tensor, root_rank, name=None, process_set=global_process_set):
-    """Return ``root_rank``'s tensor on all ranks, as a new tensor; blocks. Takes any dtype."""
+    """Return one rank's tensor on all ranks, as a new tensor; blocks.
+
+    Args:
+        tensor: The tensor, of any dtype.
+        root_rank: The rank whose tensor is sent.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
+    """
     if _needs_autograd((tensor,)):
         return _Broadcast.apply(tensor, root_rank, name, process_set)
     return synchronize(ops.broadcast_async(tensor, root_rank, name, process_set, _waits=True))
 
 
 def broadcast_(tensor, root_rank, name=None, process_set=global_process_set):
-    """Send ``root_rank``'s tensor to all, in place; blocks. Takes any dtype."""
+    """Send one rank's tensor to all, in place; blocks.
+
+    Args:
+        tensor: The tensor, of any dtype.
+        root_rank: The rank whose tensor is sent.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
+    """
     synchronize(ops.broadcast_async_(tensor, root_rank, name, process_set, _waits=True))
     return tensor
 
@@ -217,9 +263,16 @@ class _Alltoall(torch.autograd.Function):
 
 
 def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
-    """Send rows of a tensor to each rank and return the received rows.
+    """Send rows of a tensor to each rank and return the received rows; blocks.
 
-    With ``splits`` also their number by rank. Blocks. As `alltoall_async`.
+    Args:
+        tensor: The tensor, of any dtype.
+        splits: As in `alltoall_async`.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows; with ``splits`` also the number of rows from each rank.
     """
     if _needs_autograd((tensor,)):
         out, received = _Alltoall.apply(tensor, splits, name, process_set)
@@ -254,7 +307,14 @@ def reducescatter(
 ):  # fmt: skip
     """Reduce a tensor and return this rank's rows of the result; blocks.
 
-    As `reducescatter_async`.
+    Args:
+        tensor: The tensor, as in `reducescatter_async`.
+        name: As in `allreduce_async`.
+        compression: A class of `Compression`, for what is sent.
+        op: The reduction.
+        process_set: The ranks that take part.
+        prescale_factor: What the tensor is multiplied by before the reduction.
+        postscale_factor: What the result is multiplied by.
     """
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
@@ -267,7 +327,14 @@ def grouped_reducescatter(
 ):  # fmt: skip
     """Reduce a list of tensors and return this rank's rows of each; blocks.
 
-    Only compressions that change the dtype have an effect.
+    Args:
+        tensors: The tensors, each as in `reducescatter_async`.
+        name: As in `allreduce_async`.
+        compression: A class of `Compression`; only those that change the dtype have an effect.
+        op: The reduction.
+        process_set: The ranks that take part.
+        prescale_factor: What the tensors are multiplied by before the reduction.
+        postscale_factor: What the results are multiplied by.
     """
     sent, contexts = zip(*map(compression.compress, tensors), strict=True) if tensors else ((), ())
     options = {

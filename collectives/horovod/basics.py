@@ -172,13 +172,16 @@ def init(comm=None, process_sets=None) -> None:
     """Initialise the job; call it before all other functions. Another call does nothing.
 
     Blocks until all ranks call it. The ranks are found as `collectives.init` finds them: torchrun,
-    mpirun, srun, or a single process. ``comm``: a list of the job's ranks with which this rank
-    works (all ranks call `init`, each with the list that it is in), or an mpi4py communicator;
-    None: all ranks. ``process_sets``: `ProcessSet` objects to add, or "dynamic", which changes
-    nothing: process sets can always be added. HOROVOD_GLOO_TIMEOUT_SECONDS is what `timeout` is of
+    mpirun, srun, or a single process. HOROVOD_GLOO_TIMEOUT_SECONDS is what `timeout` is of
     `collectives.init`: the limit of the opening, and of an operation once all ranks have submitted
     it. Where it isn't set, that is the timeout of torch.distributed's default group; without one,
     300 s for the opening and 1,800 s for an operation. Raises as `collectives.init` does.
+
+    Args:
+        comm: A list of the job's ranks with which this rank works (all ranks call `init`, each with
+            the list that it is in), or an mpi4py communicator. None: all ranks.
+        process_sets: `ProcessSet` objects to add, or "dynamic", which changes nothing: process sets
+            can always be added.
     """
     global _world
     with _lock:
@@ -309,9 +312,11 @@ def start_timeline(file_path, mark_cycles: bool = False) -> None:
     """Start to record the ranks' operations as a Chrome trace, with `collectives.timeline`.
 
     Call it on all ranks. Each rank writes a file of its own at the end, ``name.rank0.json`` and so
-    on, with a page beside it; where torch.distributed is initialised, rank 0 writes both for all
-    ranks.
-    ``mark_cycles``: accepted, without effect.
+    on; where torch.distributed is initialised, rank 0 writes it for all ranks.
+
+    Args:
+        file_path: The file of the trace.
+        mark_cycles: Accepted, without effect.
     """
     global _timeline
     current()

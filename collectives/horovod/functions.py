@@ -42,11 +42,18 @@ _MAX_INLINE = 1024  # bytes; CPU tensors up to this size (step counts) are sent 
 
 
 def broadcast_object(obj, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set):
-    """Return ``root_rank``'s object on all ranks, as a copy on the others; blocks.
+    """Return one rank's object on all ranks, as a copy on the others; blocks.
 
-    It is pickled, by cloudpickle where plain pickle can't and cloudpickle is installed. ``name``:
-    the ranks' calls are matched by it; None: by their order, whatever the object's type.
-    `ValueError` on all ranks where it can't be pickled.
+    It is pickled, by cloudpickle where plain pickle can't and cloudpickle is installed.
+
+    Args:
+        obj: The object; only that of ``root_rank`` is used.
+        root_rank: The rank whose object is sent.
+        name: The ranks' calls are matched by it. None: by their order, whatever the object's type.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: On all ranks, where the object can't be pickled.
     """
     current().controller(process_set)
     mine = process_set.ranks[process_set.rank()] == root_rank
@@ -65,15 +72,24 @@ def broadcast_object(obj, root_rank: int = 0, name: str | None = None, process_s
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return a function of one argument, the object, that calls `broadcast_object`."""
+    """Return a function of one argument, the object, that calls `broadcast_object` with these
+    arguments.
+    """
     return functools.partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
 def allgather_object(obj, name: str | None = None, process_set: ProcessSet = global_process_set) -> list:
     """Return a list of all ranks' objects, in rank order; blocks.
 
-    Pickles as `broadcast_object` does. `ValueError` on all ranks where one rank's object can't be
-    pickled.
+    Pickles as `broadcast_object` does.
+
+    Args:
+        obj: This rank's object.
+        name: As in `broadcast_object`.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: On all ranks, where one rank's object can't be pickled.
     """
     picklable, data = _seal_pickle(obj)
     head = torch.tensor([[picklable, data.numel()]], dtype=torch.int64, device="cpu")
@@ -130,12 +146,20 @@ def _to_text(data: torch.Tensor) -> str:
 
 
 def broadcast_parameters(params, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Broadcast ``root_rank``'s values of parameters and buffers to all ranks, in place; blocks.
+    """Broadcast one rank's values of parameters and buffers to all ranks, in place; blocks.
 
-    ``params``: a state dict, ``model.named_parameters()``, ``model.parameters()``, or a list of
-    tensors or of (name, tensor). None is skipped. Any other value that isn't a tensor is pickled,
-    and replaced in a dict. Any dtype, device and strides. Where the ranks have different names,
-    shapes or dtypes, `ValueError` on all ranks names the differences.
+    Any dtype, device and strides.
+
+    Args:
+        params: A state dict, ``model.named_parameters()``, ``model.parameters()``, or a list of
+            tensors or of (name, tensor). None is skipped. Any other value that isn't a tensor is
+            pickled, and replaced in a dict.
+        root_rank: The rank whose values are sent.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: On all ranks, where they have different names, shapes or dtypes; it names the
+            differences.
     """
     current().controller(process_set)
     entries = _named_entries(params)
@@ -250,14 +274,21 @@ def _zero_gradients(optimizer) -> None:
 
 
 def broadcast_optimizer_state(optimizer, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Broadcast ``root_rank``'s optimizer state and options (learning rates, ...) to all ranks;
-    blocks.
+    """Broadcast one rank's optimizer state and options (learning rates, ...) to all ranks; blocks.
 
     The others may have other state, or none yet, as after a resume on one rank. No step is taken,
-    so that parameters don't change. Numbers, lists and dicts in the state keep their types.
-    `ValueError` for LBFGS. Where the optimizers' classes, groups or parameters differ, `ValueError`
-    on all ranks names the differences. As in Horovod, where an optimizer has no state yet its trainable
-    parameters have zero gradients afterwards.
+    so that parameters don't change. Numbers, lists and dicts in the state keep their types. As in
+    Horovod, where an optimizer has no state yet its trainable parameters have zero gradients
+    afterwards.
+
+    Args:
+        optimizer: The optimizer.
+        root_rank: The rank whose state is sent.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: For LBFGS; and on all ranks, where the optimizers' classes, groups or parameters
+            differ: it names the differences.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state: its state_dict() goes by hvd.broadcast_object")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arrays import TORCH_NAMES
+from ..arrays import NAMED_DTYPES
 from ..cuda_state import refuse_capture
 from ..errors import TransportError
 from ..json_records import parse_json, parse_numbers, parse_text
@@ -27,7 +27,6 @@ __all__ = [
     "encode_requests",
 ]
 
-_DTYPES = {name: dtype for dtype, name in TORCH_NAMES.items()}
 CAST_DTYPES = (torch.bool, torch.int16)  # reduced in another dtype, each tensor by itself
 MAX_BYTES = 1 << 26  # of one rank's encoded requests
 _MAX_ELEMENTS = 1 << 58  # of a shape, and in a dimension: their bytes are a number of 64 bits
@@ -69,10 +68,10 @@ class CachedRequest:
         kind, name, dtypes, shapes, device, op, prescale, postscale, _, wire, _ = request
         self.request = request
         self.key = f"{kind}.{name}" if name else ""
-        sizes = [_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
+        sizes = [NAMED_DTYPES[d].itemsize * torch.Size(s).numel() for d, s in zip(dtypes, shapes, strict=True)]
         self.nbytes = sum(sizes)
         self.unpadded = not any(nbytes % ALIGNMENT for nbytes in sizes)
-        one_dtype = bool(dtypes) and dtypes.count(dtypes[0]) == len(dtypes) and _DTYPES[dtypes[0]] not in CAST_DTYPES
+        one_dtype = len(set(dtypes)) == 1 and NAMED_DTYPES[dtypes[0]] not in CAST_DTYPES
         fusible = kind == "allreduce" and op != "adasum" and one_dtype
         self.fusion_key = (dtypes[0], device, op, prescale, postscale, wire) if fusible else None
 
@@ -161,7 +160,7 @@ def decode_requests(data: bytes, rank: int) -> tuple[list[Request], list[int] | 
             for kind, name, dtypes, shapes, device, op, prescale, postscale, root, wire, refusal in new
         ]  # fmt: skip
         for request in requests:
-            if len(request.dtypes) != len(request.shapes) or not set(request.dtypes) <= _DTYPES.keys():
+            if len(request.dtypes) != len(request.shapes) or not set(request.dtypes) <= NAMED_DTYPES.keys():
                 raise ValueError("no dtypes of these shapes")
         return requests, None if request_ids is None else parse_numbers(request_ids)
     except (ValueError, TypeError, OverflowError) as error:

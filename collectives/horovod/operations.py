@@ -119,8 +119,16 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int):
     """Wait for an operation and return its result.
 
-    Blocks on the host, and on CUDA makes the current stream wait. Returns None for a handle that
-    was synchronized before. Raises `HorovodInternalError` where the operation failed.
+    Blocks on the host, and on CUDA makes the current stream wait.
+
+    Args:
+        handle: The operation's handle.
+
+    Returns:
+        The result; None for a handle that was synchronized before.
+
+    Raises:
+        HorovodInternalError: Where the operation failed.
     """
     if handle.__class__ is tuple:  # of a blocking operation
         controller, entry, grouped = handle
@@ -274,10 +282,21 @@ def allreduce_async(
 ):  # fmt: skip
     """Start to reduce a tensor over the ranks; `synchronize` returns the result, a new tensor.
 
-    ``op``: default `Average`; ``average`` is its deprecated form. ``name``: the ranks' operations
-    are matched by it, in any order; without a name, in the order of the calls. The result is
-    postscale * op(prescale * tensor). dtypes: NCCL's, int16 and bool. Shape and dtype are the same
-    on all ranks. Doesn't block. C: ncclAllReduce.
+    Doesn't block. C: ncclAllReduce.
+
+    Args:
+        tensor: The tensor, of NCCL's dtypes, int16 or bool, with the same shape and dtype on all
+            ranks.
+        average: The deprecated form of ``op``.
+        name: The ranks' operations are matched by it, in any order. None: they are matched in the
+            order of the calls.
+        op: The reduction. None: `Average`.
+        prescale_factor: What the tensor is multiplied by before the reduction.
+        postscale_factor: What the result is multiplied by.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle, for `synchronize` and `poll`.
     """
     return _allreduce(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set, False, False, _waits, _compression
@@ -300,7 +319,7 @@ def grouped_allreduce_async(
 ):  # fmt: skip
     """As `allreduce_async` for a list of tensors, which are reduced together, or not at all.
 
-    The result is a list.
+    The result is a list. The other arguments are those of `allreduce_async`.
     """
     return _allreduce(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set, False, True, _waits, _compression
@@ -318,11 +337,18 @@ def grouped_allreduce_async_(
 
 
 def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
-    """Start to reduce a sparse tensor (``torch.sparse_coo``) by `Sum` or `Average`.
+    """Start to reduce a sparse tensor; its result has all ranks' entries.
 
-    Its result has all ranks' entries. Returns a function, which `synchronize` accepts: it waits and
-    returns the coalesced result. The number of entries may differ between the ranks. Sends indices
-    and values, by allgather.
+    The number of entries may differ between the ranks. Sends indices and values, by allgather.
+
+    Args:
+        tensor: The tensor (``torch.sparse_coo``).
+        name: As in `allreduce_async`.
+        op: `Sum` or `Average`.
+        process_set: The ranks that take part.
+
+    Returns:
+        A function, which `synchronize` accepts: it waits and returns the coalesced result.
     """
     if not tensor.is_sparse:
         raise ValueError(f"sparse_allreduce_async takes a sparse tensor, not one of {tensor.layout}")
@@ -364,8 +390,16 @@ def _allgather(tensors, name, process_set, grouped, waits):
 def allgather_async(tensor, name=None, process_set=global_process_set, *, _waits=False):
     """Start to concatenate the ranks' tensors along dimension 0, in rank order.
 
-    Takes any dtype. Shapes are the same but for the first dimension, which may be 0. C:
-    ncclAllGather, ncclBroadcast.
+    C: ncclAllGather, ncclBroadcast.
+
+    Args:
+        tensor: The tensor, of any dtype. Shapes are the same on all ranks but for the first
+            dimension, which may be 0.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle, for `synchronize` and `poll`.
     """
     return _allgather(tensor, name, process_set, False, _waits)
 
@@ -391,9 +425,16 @@ def _broadcast(tensor, root_rank, name, process_set, in_place, waits):
 
 
 def broadcast_async(tensor, root_rank, name=None, process_set=global_process_set, *, _waits=False):
-    """Start to send ``root_rank``'s tensor to all.
+    """Start to send one rank's tensor to all; the result is a new tensor. C: ncclBroadcast.
 
-    The result is a new tensor. Takes any dtype. C: ncclBroadcast.
+    Args:
+        tensor: The tensor, of any dtype.
+        root_rank: The rank whose tensor is sent.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle, for `synchronize` and `poll`.
     """
     return _broadcast(tensor, root_rank, name, process_set, False, _waits)
 
@@ -406,9 +447,17 @@ def broadcast_async_(tensor, root_rank, name=None, process_set=global_process_se
 def alltoall_async(tensor, splits=None, name=None, process_set=global_process_set, *, _waits=False):
     """Start to send rows of a tensor to each rank.
 
-    ``splits``: rows for each rank (a list or an integer tensor); None: equal parts. `synchronize`
-    returns the received rows, concatenated in rank order, and the number of rows from each rank,
-    int32. Takes any dtype. C: ncclSend and ncclRecv in a group.
+    `synchronize` returns the received rows, concatenated in rank order, and the number of rows from
+    each rank, int32. C: ncclSend and ncclRecv in a group.
+
+    Args:
+        tensor: The tensor, of any dtype.
+        splits: The number of rows for each rank, a list or an integer tensor. None: equal parts.
+        name: As in `allreduce_async`.
+        process_set: The ranks that take part.
+
+    Returns:
+        A handle, for `synchronize` and `poll`.
     """
     controller = current().controller(process_set)
     checked = _check_tensor("alltoall", tensor)
@@ -464,8 +513,18 @@ def reducescatter_async(
 ):  # fmt: skip
     """Start to reduce a tensor and scatter its rows.
 
-    The first ranks get one more where they can't be split evenly. dtypes: NCCL's. Shape and dtype
-    are the same on all ranks. C: ncclReduceScatter.
+    The first ranks get one more row where the rows can't be split evenly. C: ncclReduceScatter.
+
+    Args:
+        tensor: The tensor, of NCCL's dtypes, with the same shape and dtype on all ranks.
+        name: As in `allreduce_async`.
+        op: The reduction.
+        process_set: The ranks that take part.
+        prescale_factor: What the tensor is multiplied by before the reduction.
+        postscale_factor: What the result is multiplied by.
+
+    Returns:
+        A handle, for `synchronize` and `poll`.
     """
     return _reducescatter(tensor, name, op, process_set, prescale_factor, postscale_factor, False, _waits)
 
@@ -489,19 +548,27 @@ def barrier(process_set=global_process_set) -> None:
 def join(device=-1) -> int:
     """Declare that this rank has no more data; take part with zeros until all have joined.
 
-    Returns the rank that joined last. ``device`` is accepted, and not used. For inputs of uneven
-    length: ranks that have joined contribute zeros to allreduce (an average is still over all
-    ranks) and no rows to allgather. broadcast, alltoall, reducescatter and Adasum fail with
-    `HorovodInternalError` on the ranks that call them.
+    For inputs of uneven length: ranks that have joined contribute zeros to allreduce (an average is
+    still over all ranks) and no rows to allgather. broadcast, alltoall, reducescatter and Adasum
+    fail with `HorovodInternalError` on the ranks that call them.
+
+    Args:
+        device: Accepted, and not used.
+
+    Returns:
+        The rank that joined last.
     """
     return current().controller(global_process_set).join()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set, or one of a list of ranks; all ranks of the job call it.
+    """Add a process set; all ranks of the job call it. Blocks until they have.
 
-    Blocks until they have. Raises `ValueError` for ranks that don't exist, or where a set of the
-    same ranks exists.
+    Args:
+        process_set: The process set, or a list of its ranks.
+
+    Raises:
+        ValueError: For ranks that don't exist, or where a set of the same ranks exists.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -512,7 +579,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; all ranks of the job call it.
 
-    Returns False for the global one, and one not in use.
+    Args:
+        process_set: The process set.
+
+    Returns:
+        True; False for the global one, and one not in use.
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False

@@ -41,25 +41,38 @@ def DistributedOptimizer(
     """Return an optimizer with the same class and state that reduces gradients before steps.
 
     All ranks of the process set construct and step the same optimizers in the same order; other
-    ranks step on their own. ``named_parameters``: (name, parameter) pairs as of
-    ``model.named_parameters()``; for several models whose names may be equal a list of such
-    iterables, or a dict of them by prefix; None: parameters are named by their positions.
-    ``compression``: a class of `Compression`, or a `Compressor` of your own.
-    ``backward_passes_per_step``: backwards whose gradients accumulate before they are reduced.
-    ``op``: `Average`, `Sum`, `Min`, `Max`, `Product`, or `Adasum`, which reduces the changes of a
-    step. Gradients are divided by ``gradient_predivide_factor`` before the sum of an average, and
-    multiplied by it afterwards. ``groups``: lists of parameters that are reduced together, or a
-    number of groups; None: groups are filled in the order in which gradients become ready;
-    ``num_groups`` is its deprecated form. ``sparse_as_dense``: sparse gradients are reduced as
-    dense ones, and are sparse again afterwards, on all ranks. ``gradient_as_bucket_view``: from the
-    second step on a ``.grad`` is a view of the memory that is reduced, and a later step overwrites
-    it; False: gradients stay where the backward has put them, and are copied in both directions.
+    ranks step on their own.
 
     A parameter with no gradient on this rank takes part with zeros. One with no gradient on any
     rank keeps ``.grad`` None. With a closure the loss is the ranks' average, too, so that all ranks
     decide the same. ``synchronize()`` ends the reduction; after it call ``with
     optimizer.skip_synchronize(): optimizer.step()``. Between the two, gradients may be clipped or
-    unscaled. Raises `ValueError` for invalid arguments.
+    unscaled.
+
+    Args:
+        optimizer: The optimizer.
+        named_parameters: (name, parameter) pairs as of ``model.named_parameters()``; for several
+            models whose names may be equal a list of such iterables, or a dict of them by prefix.
+            None: parameters are named by their positions.
+        compression: A class of `Compression`, or a `Compressor` of your own.
+        backward_passes_per_step: The number of backwards whose gradients accumulate before they are
+            reduced.
+        op: `Average`, `Sum`, `Min`, `Max`, `Product`, or `Adasum`, which reduces the changes of a
+            step.
+        gradient_predivide_factor: Gradients are divided by it before the sum of an average, and
+            multiplied by it afterwards.
+        num_groups: The deprecated form of ``groups``.
+        groups: Lists of parameters that are reduced together, or a number of groups. None: groups
+            are filled in the order in which gradients become ready.
+        sparse_as_dense: Reduce sparse gradients as dense ones; they are sparse again afterwards, on
+            all ranks.
+        process_set: The ranks that reduce.
+        gradient_as_bucket_view: From the second step on a ``.grad`` is a view of the memory that is
+            reduced, and a later step overwrites it. False: gradients stay where the backward has
+            put them, and are copied in both directions.
+
+    Raises:
+        ValueError: For invalid arguments.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")

@@ -11,8 +11,10 @@ __all__ = ["ProcessSet", "global_process_set"]
 class ProcessSet:
     """Ranks of the job; `hvd.init` and `hvd.add_process_set` put it in use.
 
-    ``ranks_or_comm``: a list of ranks, or an mpi4py communicator of them. ``process_set_id`` and
-    ``ranks`` are None before it is in use.
+    The attributes ``process_set_id`` and ``ranks`` are None before it is in use.
+
+    Args:
+        ranks_or_comm: A list of ranks, or an mpi4py communicator of them.
     """
 
     process_set_id: int | None = None

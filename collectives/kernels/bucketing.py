@@ -34,12 +34,6 @@ def pack(
     """Copy tensors into a flat buffer, each at its offset, times ``scale`` and cast to the buffer's
     dtype.
 
-    ``tensors``: a list as `Table` takes it, or a `Table`, which saves reading the list each time.
-    ``flat``: a contiguous array on the same device of at least the table's ``total`` elements; what
-    follows those is not written. ``offsets``: as `Table` takes them. ``scale``: a finite number, or
-    an fp32 tensor of one element on the device, read when the kernel runs. ``statistics``: gets the
-    sum of squares and the count of non-finite elements, padding not counted; for floating types.
-
     The padding behind each tensor, up to the next 16 bytes, becomes 0; with offsets of the caller's
     own nothing outside of the tensors' places is written. With the same dtype on both sides, scale
     1 and no statistics, bytes move as they are, NaN payloads too. Otherwise elements pass through
@@ -48,7 +42,20 @@ def pack(
     tensor lies at its own place in the flat buffer.
 
     On the host it is done when this returns; on a GPU it is queued on torch's current stream.
-    Raises ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    Autograd doesn't see what is written.
+
+    Args:
+        tensors: A list as `Table` takes it, or a `Table`, which saves reading the list each time.
+        flat: A contiguous array on the same device of at least the table's ``total`` elements; what
+            follows those is not written.
+        offsets: As in `Table`.
+        scale: A finite number, or an fp32 tensor of one element on the device, read when the kernel
+            runs.
+        statistics: Gets the sum of squares and the count of non-finite elements, padding not
+            counted; for floating types.
+
+    Raises:
+        InvalidArgument: Before anything is written.
     """
     _cast("pack", 0, tensors, flat, offsets, scale, statistics)
 
@@ -65,11 +72,18 @@ def unpack(
     """Copy parts of a flat buffer into tensors, times ``scale`` and cast to each tensor's dtype;
     the reverse of `pack`.
 
-    Arguments as for `pack`. ``add``: add to what is in the tensors; product and sum are each
-    rounded in fp32 (fp64), and the sum once more to the tensor's dtype. ``statistics`` are of what
-    is read, after scaling, and with ``add`` before adding; non-finite elements count as such by the
-    destination's dtype. The tensors must not overlap. Their version counters move, so that autograd
-    and the optimizers' master weights notice.
+    The tensors must not overlap. Their version counters move, so that autograd and the optimizers'
+    master weights notice.
+
+    Args:
+        flat: The flat buffer, as in `pack`.
+        tensors: The tensors, as in `pack`.
+        offsets: As in `Table`.
+        scale: As in `pack`.
+        add: Add to what is in the tensors; product and sum are each rounded in fp32 (fp64), and the
+            sum once more to the tensor's dtype.
+        statistics: Gets the statistics of what is read, after scaling, and with ``add`` before
+            adding; non-finite elements count as such by the destination's dtype.
     """
     _cast("unpack", abi.FROM_FLAT | (abi.ADD if add else 0), tensors, flat, offsets, scale, statistics)
 
@@ -78,9 +92,15 @@ def measure(tensors: Iterable, statistics: Statistics) -> None:
     """Take the sum of squares and the count of non-finite elements of many tensors in one launch,
     which reads each of them once and writes nothing else.
 
-    ``tensors``: as `pack` takes them, of floating types, which may differ. With fp64 among them all
-    are squared and added in fp64. On the host it is done when this returns; on a GPU it is queued on
-    torch's current stream. Raises ``InvalidArgument`` for what has no statistics.
+    On the host it is done when this returns; on a GPU it is queued on torch's current stream.
+
+    Args:
+        tensors: As in `pack`, of floating types, which may differ. With fp64 among them all are
+            squared and added in fp64.
+        statistics: Gets the result.
+
+    Raises:
+        InvalidArgument: For what has no statistics.
     """
     tensors, op = list(tensors), "measure"
     check_statistics(statistics, op)

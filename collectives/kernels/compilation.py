@@ -21,16 +21,23 @@ KERNEL_FAMILIES = ("cast", "reduce", "statistics", "wire", "optimizer")
 def compile_kernels(device: torch.device | str, families: Iterable[str], dtypes: Iterable[torch.dtype] = ()) -> None:
     """Compile what a program will launch on a GPU, and load it, so that no later launch has to.
 
-    ``families``: of `KERNEL_FAMILIES`. "cast" is `pack` and `unpack` between any two of ``dtypes``;
-    "reduce" is `reduce_n` of arrays of one of them; "statistics" is `measure`, and what adds up a
-    kernel's `Statistics`; "wire" quantizes, dequantizes and requantizes every wire format, and
-    "optimizer" is the fused SGD, Adam and AdamW, both for all dtypes. What is loaded already stays
-    as it is.
-
     Compiling takes seconds for each family; the binaries are kept on disk, and later processes load
-    them in milliseconds. Blocks until all is loaded; on the CPU there is nothing to do. Not while a
-    CUDA graph is captured. Raises ``InvalidArgument``, ``EngineUnavailable`` without CuPy or NVRTC,
-    ``CudaError`` where the GPU refuses a binary.
+    them in milliseconds. What is loaded already stays as it is. Blocks until all is loaded; on the
+    CPU there is nothing to do. Not while a CUDA graph is captured.
+
+    Args:
+        device: The device.
+        families: Names of `KERNEL_FAMILIES`. "cast" is `pack` and `unpack` between any two of
+            ``dtypes``; "reduce" is `reduce_n` of arrays of one of them; "statistics" is `measure`,
+            and what adds up a kernel's `Statistics`; "wire" quantizes, dequantizes and requantizes
+            every wire format, and "optimizer" is the fused SGD, Adam and AdamW, both for all
+            dtypes.
+        dtypes: The dtypes of "cast" and "reduce".
+
+    Raises:
+        InvalidArgument: For a family or a dtype that there isn't.
+        EngineUnavailable: Without CuPy or NVRTC.
+        CudaError: Where the GPU refuses a binary.
     """
     device = torch.device(device)
     kernels = {kernel for family in families for kernel in _kernels_of(family, tuple(dtypes))}

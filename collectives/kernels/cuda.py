@@ -39,7 +39,7 @@ BLOCK = 256  # COLL_BLOCK
 _ADDRESS = struct.Struct("=Q")
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
-_INSTALL = "pip install 'torch-collectives[cuda12]' (or [cuda13])"
+_INSTALL = "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12, or for CUDA 13 cupy-cuda13x nvidia-cuda-nvrtc"
 
 
 # ---- From source to binary.
@@ -98,10 +98,8 @@ def _nvrtc():
 
         version = nvrtc.getVersion()
     except Exception as error:  # CuPy has several kinds for a library that it can't load
-        raise EngineUnavailable(
-            f"the CUDA kernels are compiled by NVRTC, which CuPy can't load: {_INSTALL}, or nvidia-cuda-nvrtc-cu12 "
-            f"(nvidia-cuda-nvrtc for CUDA 13) alone: {error}"
-        ) from error
+        text = f"the CUDA kernels are compiled by NVRTC, which CuPy can't load: {_INSTALL}: {error}"
+        raise EngineUnavailable(text) from error
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libnvrtc.so" in line}
     _load_builtins(paths, version)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy
 import torch
 
-from ..arrays import DTYPE_NAMES, TORCH_CODES, shown
+from ..arrays import DTYPE_NAMES, NAMED_DTYPES, TORCH_CODES, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT
 from . import abi
 
-__all__ = ["CODES", "FLOATING", "FP32_OVERFLOW", "WIDTHS", "name_and_width"]
+__all__ = ["CODES", "FLOATING", "FP32_OVERFLOW", "WIDTHS", "parse_dtype"]
 
 CODES = {name: code for code, name in DTYPE_NAMES.items()}
 FLOATING = frozenset(code for name, code in CODES.items() if "float" in name)  # what the kernels cast
@@ -20,8 +20,11 @@ WIDTHS[list(TORCH_CODES.values())] = [dtype.itemsize for dtype in TORCH_CODES]
 WIDTHS[abi.OPAQUE :] = range(ALIGNMENT + 1)
 
 
-def name_and_width(dtype, op) -> tuple[str, int]:
-    """Return a dtype's name as `Reader.read` spells it, and the bytes of an element."""
+def parse_dtype(dtype, op) -> tuple[torch.dtype | numpy.dtype, str, int]:
+    """Return a dtype, its name as `Reader.read` spells it, and the bytes of an element.
+
+    The dtype is torch's, or NumPy's where torch has none of that name.
+    """
     if isinstance(dtype, torch.dtype):
         name, width = str(dtype).removeprefix("torch."), dtype.itemsize
     elif isinstance(dtype, str) and dtype in CODES:
@@ -30,12 +33,12 @@ def name_and_width(dtype, op) -> tuple[str, int]:
         try:
             if dtype is None:  # NumPy's float64
                 raise TypeError
-            found = numpy.dtype(dtype)
+            dtype = numpy.dtype(dtype)
         except Exception as error:
             raise InvalidArgument(
                 f"the flat buffer's dtype must be a torch.dtype, not {shown(dtype)}", op=op
             ) from error
-        name, width = found.name if found.isnative else found.str, found.itemsize
+        name, width = dtype.name if dtype.isnative else dtype.str, dtype.itemsize
     if name.startswith(("qint", "quint", "bits")) or width < 1 or ALIGNMENT % width:
         raise InvalidArgument(f"there are no flat buffers of {name}, {width} bytes an element", op=op)
-    return name, width
+    return NAMED_DTYPES.get(name, dtype), name, width

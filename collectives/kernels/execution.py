@@ -79,9 +79,14 @@ def library() -> Library:
 def use_isa(name: str | None = None) -> str:
     """Select the instruction set of the host kernels from now on, and return its name.
 
-    ``name``: "baseline", "avx2", "avx512", or None for COLLECTIVES_ISA's, and without that the
-    widest of this processor. All compute the same bits. Raises ``InvalidArgument`` for one that
-    isn't there.
+    All instruction sets compute the same bits.
+
+    Args:
+        name: "baseline", "avx2" or "avx512". None: COLLECTIVES_ISA's, and without that the widest
+            of this processor.
+
+    Raises:
+        InvalidArgument: For one that isn't there.
     """
     if name is not None and (not isinstance(name, str) or not name or not name.isascii() or "\0" in name):
         raise InvalidArgument(f"the instruction set must be a name, as 'avx2', or None, not {shown(name)}")
@@ -89,8 +94,10 @@ def use_isa(name: str | None = None) -> str:
 
 
 def set_num_threads(count: int | None) -> None:
-    """Set the most threads of a host kernel on a big buffer; None: COLLECTIVES_KERNEL_THREADS, else
-    by idle cores.
+    """Set the most threads of a host kernel on a big buffer.
+
+    Args:
+        count: The number. None: COLLECTIVES_KERNEL_THREADS, else by idle cores.
     """
     global _threads
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= _MANY_THREADS):
@@ -194,13 +201,19 @@ def check_statistics(statistics, op: str) -> None:
 class Statistics:
     """The sum of squares and the number of non-finite values that a kernel finds in its pass.
 
-    ``sum_of_squares``: float64, ``nonfinite``: int64, both of one element on ``device``; each call
-    that gets this object overwrites them. Squares are of the values after scaling and before
-    rounding, taken and added in fp32 (fp64 for fp64) inside of tiles of 4,096 elements, then in
-    fp64, in an order that depends on neither device nor threads. A value counts as non-finite also
-    where rounding it to the destination's type makes it infinite.
+    Each call that gets this object overwrites both. Squares are of the values after scaling and
+    before rounding, taken and added in fp32 (fp64 for fp64) inside of tiles of 4,096 elements, then
+    in fp64, in an order that depends on neither device nor threads. A value counts as non-finite
+    also where rounding it to the destination's type makes it infinite.
 
     On a GPU the results are there for whatever follows on the same stream; use one object a stream.
+
+    Args:
+        device: The device of the two tensors.
+
+    Attributes:
+        sum_of_squares: A float64 tensor of one element.
+        nonfinite: An int64 tensor of one element.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):

@@ -32,15 +32,25 @@ class ParameterTable:
     """Parameters with their gradients and state, checked, as the rows of a launch; made once for
     many steps.
 
-    Each argument is a list with an entry for each parameter. In ``masters`` and the states an entry
-    may be None: that parameter has none. Tensors may be dense in another order than the contiguous
-    one (channels_last) if all of a parameter's tensors have the same strides. The table keeps the
-    tensors but not their memory: each step checks that they still lie where they did, and after
-    ``tensor.data = other`` the table must be made again (``InvalidArgument``). ``set_grads``
+    Each list has an entry for each parameter. Tensors may be dense in another order than the
+    contiguous one (channels_last) if all of a parameter's tensors have the same strides. The table
+    keeps the tensors but not their memory: each step checks that they still lie where they did, and
+    after ``tensor.data = other`` the table must be made again (``InvalidArgument``). ``set_grads``
     replaces the gradients; a step that was planned before is then refused, unless the new ones lie
-    where the old ones did. ``steps_done``: in place of ``steps``, one less. ``op``: "sgd_step" or
-    "adam_step", for the messages, in which ``name`` (a function of the index) may name the
-    parameters.
+    where the old ones did.
+
+    Args:
+        op: "sgd_step" or "adam_step", for the messages.
+        params: The parameters.
+        grads: Their gradients.
+        first: The momentum, or Adam's exp_avg; the entry of a parameter that has none is None.
+        masters: The fp32 masters; an entry may be None.
+        second: Adam's exp_avg_sq; an entry may be None.
+        largest: Adam's max_exp_avg_sq; an entry may be None.
+        steps: The numbers of the steps, from 1.
+        steps_done: In place of ``steps``, one less.
+        positions: The places of the parameters in the whole, for random rounding.
+        name: A function of the index that names the parameter in messages.
     """
 
     def __init__(
@@ -161,11 +171,10 @@ class ParameterTable:
         seed=None,
         divide=False,
     ) -> Callable[[], None]:
-        """Check everything and return the step by SGD as a function; see `sgd_step`. ``divide``: by
-        ``grad_scale``.
+        """Check everything and return the step by SGD as a function; see `sgd_step`.
 
         The step is by the gradients that the table has now. It keeps what it reads, and each call
-        checks that its memory is where it was.
+        checks that its memory is where it was. ``divide``: divide by ``grad_scale``.
         """
         momentum = self._scalars.real(momentum, "momentum_factor")
         dampening = self._scalars.real(dampening, "dampening", least=None)

@@ -48,10 +48,12 @@ _POSITIONS = 1 << 63
 class WireTable:
     """Wire buffers that are summed together, checked once for many calls.
 
-    ``wires``: uint8 arrays on one device, in the order in which they are summed. The table holds
-    them, and has their addresses where the kernel reads them. One whose memory has moved since
-    (``resize_``, ``.data = ...``), or whose size or strides were changed, is an ``InvalidArgument``
-    when the table is used.
+    The table holds them, and has their addresses where the kernel reads them. One whose memory has
+    moved since (``resize_``, ``.data = ...``), or whose size or strides were changed, is an
+    ``InvalidArgument`` when the table is used.
+
+    Args:
+        wires: uint8 arrays on one device, in the order in which they are summed.
     """
 
     def __init__(self, wires: Iterable):
@@ -135,11 +137,6 @@ def quantize(
 ) -> None:
     """Round values to a wire format, with error feedback.
 
-    ``source``: any floating dtype, n elements. ``wire``: uint8, ``layout.wire_layout(n, format,
-    block).nbytes`` bytes, at an address that is a multiple of 4; all of it is written, the padding
-    with 0. ``scale``: a float, or a float32 array of one element on the same device, read when the
-    kernel runs. ``residual``: float32 or bfloat16, n elements, or None.
-
     What is sent is x = source * scale + residual, in fp32. Of fp8 and int8 each ``block`` values
     share the scale s = max |x| / 448 (e4m3), 57,344 (e5m2) or 127 (int8), and an element is x / s,
     rounded. fp16 and bf16 are a plain cast. The residual becomes x less what the receiver decodes
@@ -147,15 +144,10 @@ def quantize(
     that all that has ever been sent differs from the sum of the inputs by the residual alone, up to
     2^-24 of each x and of each residual (2^-9 where it is kept in bf16).
 
-    Rounding is to nearest, ties to even; with a ``seed`` (0 to 2^64 - 1) at random, up with a
-    probability that is the distance from the lower neighbour, so that the mean is x. Element i
-    draws bits of Philox4x32-10 (Salmon 2011) by ``position`` + i: the parts of one tensor that are
-    quantized apart draw what the whole would. The same bits on all devices. Take another seed in
-    each step.
-
-    ``parts``: those of ``source`` (and of ``residual``) that each get a wire buffer of their own in
-    ``wire``, by one kernel, with the bits that a call for each of them would give. ``wire`` then has
-    at least the bytes up to the end of the last part's; what lies between two wires isn't written.
+    Rounding is to nearest, ties to even; with a ``seed`` at random, up with a probability that is
+    the distance from the lower neighbour, so that the mean is x. Element i draws bits of
+    Philox4x32-10 (Salmon 2011) by ``position`` + i: the parts of one tensor that are quantized
+    apart draw what the whole would. The same bits on all devices.
 
     Bounds: |x - carried| <= s / 2 (int8), |x| / 16 + s / 1,024 (e4m3), |x| / 8 + s / 131,072
     (e5m2), |x| / 2,048 + 2^-25 (fp16), |x| / 256 + 2^-134 (bf16), each times 1 + 2^-14, plus
@@ -164,8 +156,28 @@ def quantize(
     all of it arrives as NaN; the residual of the block stays as it was. fp16 and bf16: what
     overflows arrives as infinity, and the residual of that element stays as it was.
 
-    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
-    ``InvalidArgument``.
+    On the host it is done on return; on a GPU it is queued on torch's current stream.
+
+    Args:
+        source: The values, n elements of any floating dtype.
+        wire: A uint8 array of ``layout.wire_layout(n, format, block).nbytes`` bytes, at an address
+            that is a multiple of 4; all of it is written, the padding with 0.
+        format: The wire format: "bf16", "fp16", "fp8_e4m3", "fp8_e5m2" or "int8".
+        block: The number of values of an 8-bit format that share a scale.
+        scale: A number, or a float32 array of one element on the same device, read when the kernel
+            runs.
+        residual: The rounding errors of the step before, float32 or bfloat16, n elements. None: no
+            error feedback.
+        seed: 0 to 2^64 - 1: round at random; take another seed in each step. None: round to
+            nearest.
+        position: The place of the first element in the whole, for the random bits.
+        parts: The parts of ``source`` (and of ``residual``) that each get a wire buffer of their
+            own in ``wire``, by one kernel, with the bits that a call for each of them would give.
+            ``wire`` then has at least the bytes up to the end of the last part's; what lies between
+            two wires isn't written.
+
+    Raises:
+        InvalidArgument: For arrays, formats and numbers that can't be used.
     """
     launch = plan_quantize(
         source, wire, format=format, block=block, scale=scale, residual=residual, seed=seed, position=position,
@@ -207,16 +219,25 @@ def dequantize(
     statistics: Statistics | None = None,
     parts: WireParts | None = None,
 ) -> None:
-    """Decode a wire buffer into an array.
+    """Decode a wire buffer into an array. It is `reduce_wires` of one wire.
 
-    out = element * s * scale, in fp32, rounded once to ``out``'s dtype (any floating one); with
-    ``add`` it is added to what is there. ``wire``: as `quantize` wrote it for as many values as
-    ``out`` has. ``statistics``: see `Statistics`; a block that was sent with a value that isn't
-    finite counts as a whole. It is `reduce_wires` of one wire. ``parts``: those of ``out`` that each
-    have a wire buffer of their own in ``wire``, see `quantize`; one kernel decodes them all.
+    out = element * s * scale, in fp32, rounded once to ``out``'s dtype. On the host it is done on
+    return; on a GPU it is queued on torch's current stream.
 
-    On the host it is done on return; on a GPU it is queued on torch's current stream. Raises
-    ``InvalidArgument``.
+    Args:
+        wire: The buffer, as `quantize` wrote it for as many values as ``out`` has.
+        out: An array of any floating dtype.
+        format: As in `quantize`.
+        block: As in `quantize`.
+        scale: As in `quantize`.
+        add: Add to what is in ``out``.
+        statistics: See `Statistics`; a block that was sent with a value that isn't finite counts as
+            a whole.
+        parts: The parts of ``out`` that each have a wire buffer of their own in ``wire``, see
+            `quantize`; one kernel decodes them all.
+
+    Raises:
+        InvalidArgument: As in `quantize`.
     """
     _decode([wire], out, format, block, scale, None, add, statistics, "dequantize", parts)
 
@@ -235,8 +256,17 @@ def reduce_wires(
     """Sum the values of wire buffers into an array, in one pass.
 
     out = (wires[0] + wires[1] + ...) / average_over * scale, summed in fp32 in this order and
-    rounded once to ``out``'s dtype (any floating one). ``wires``: a sequence of uint8 arrays, or a
-    `WireTable`. Otherwise as `dequantize`.
+    rounded once to ``out``'s dtype. Otherwise as `dequantize`.
+
+    Args:
+        wires: A sequence of uint8 arrays, or a `WireTable`.
+        out: An array of any floating dtype.
+        format: As in `quantize`.
+        block: As in `quantize`.
+        scale: As in `quantize`.
+        average_over: What the sum is divided by. None: 1.
+        add: Add to what is in ``out``.
+        statistics: As in `dequantize`.
     """
     _decode(wires, out, format, block, scale, average_over, add, statistics, "reduce_wires")
 
@@ -257,11 +287,21 @@ def requantize(
     """Sum the values of wire buffers and round the sum to one wire buffer, in one pass.
 
     The middle of a compressed all-reduce: the bits are those of `reduce_wires` into fp32 and
-    `quantize` of that, with nothing in between written to memory. ``wires``: a sequence of uint8
-    arrays, or a `WireTable`, each of ``count`` values, as they were quantized: a size of wire fits
-    several counts, and elements past the wires' own are padding; ``out``: one more such buffer, or
-    one of them. All have one format and block. ``residual``, ``seed``, ``position`` and the bounds:
-    see `quantize`; there x = sum / average_over * scale + residual.
+    `quantize` of that, with nothing in between written to memory. What is rounded is x = sum /
+    average_over * scale + residual; for the bounds see `quantize`.
+
+    Args:
+        wires: A sequence of uint8 arrays, or a `WireTable`, all of one format and block.
+        out: One more such buffer, or one of them.
+        count: The number of values of each buffer, as they were quantized: a size of wire fits
+            several counts, and elements past the wires' own are padding.
+        format: As in `quantize`.
+        block: As in `quantize`.
+        scale: As in `quantize`.
+        average_over: What the sum is divided by. None: 1.
+        residual: As in `quantize`.
+        seed: As in `quantize`.
+        position: As in `quantize`.
     """
     launch = plan_requantize(
         wires, out, count=count, format=format, block=block, scale=scale, average_over=average_over, residual=residual,

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from .._nccl import OPS
-from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, Buffer, Reader, shown
+from ..arrays import DTYPE_NAMES, ITEMSIZE, TORCH_CODES, TORCH_DTYPES, Buffer, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import TILE
 from . import abi
@@ -43,9 +43,12 @@ class Sources:
     """The arrays of a reduction, checked once, and the table of their addresses where the kernel
     can read it.
 
-    ``sources``: from one up, with no limit, torch, NumPy or CuPy arrays of one dtype, size and
-    device, which are kept alive. Raises ``InvalidArgument``, which names the first array that can't
-    be used.
+    Args:
+        sources: torch, NumPy or CuPy arrays of one dtype, size and device, from one up, with no
+            limit, which are kept alive.
+
+    Raises:
+        InvalidArgument: Names the first array that can't be used.
     """
 
     def __init__(self, sources: Iterable):
@@ -76,9 +79,9 @@ class Sources:
         return type(self), (self.arrays,)  # a copy's arrays lie elsewhere
 
     @property
-    def dtype(self) -> str:
-        """The name of the arrays' dtype."""
-        return DTYPE_NAMES[self.code]
+    def dtype(self) -> torch.dtype:
+        """The arrays' dtype."""
+        return TORCH_DTYPES[self.code]
 
     def verify(self) -> None:
         """Raise ``InvalidArgument`` if an array's memory has been freed or exchanged since."""
@@ -113,15 +116,6 @@ def reduce_n(
 ) -> None:
     """Reduce n arrays into one, element by element, times ``scale`` and cast to ``out``'s dtype.
 
-    ``sources``: arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of
-    them, which saves the checks. ``out``: an array of that size and device; of any floating dtype
-    (fp64, fp32, fp16, bf16, fp8 e4m3 and e5m2) where the sources are floating, of their dtype where
-    they are integers. It may be one of the sources as a whole, and must not overlap one otherwise.
-    ``op``: "sum", "prod", "min", "max", or "avg", which divides the sum by n. ``scale``: for
-    floating types; a finite number, or an fp32 tensor of one element on the device, read when the
-    kernel runs. ``statistics``: for floating types; gets the sum of squares and the count of
-    non-finite elements.
-
     Elements are reduced in the order of the sources, in fp32 (fp64 where sources or ``out`` are);
     then averaged, then multiplied by the scale; here the statistics are taken; and rounded to
     ``out``'s dtype once, to nearest even; fp8 saturates. Integers wrap, and their average truncates
@@ -132,7 +126,22 @@ def reduce_n(
     the result.
 
     On the host it is done when this returns; on a GPU it is queued on torch's current stream.
-    Raises ``InvalidArgument`` before anything is written. Autograd doesn't see what is written.
+    Autograd doesn't see what is written.
+
+    Args:
+        sources: Arrays of one dtype, size and device (torch, NumPy, CuPy), or a `Sources` made of
+            them, which saves the checks.
+        out: An array of that size and device; of any floating dtype (fp64, fp32, fp16, bf16, fp8
+            e4m3 and e5m2) where the sources are floating, of their dtype where they are integers.
+            It may be one of the sources as a whole, and must not overlap one otherwise.
+        op: "sum", "prod", "min", "max", or "avg", which divides the sum by n.
+        scale: For floating types: a finite number, or an fp32 tensor of one element on the device,
+            read when the kernel runs.
+        statistics: For floating types: gets the sum of squares and the count of non-finite
+            elements.
+
+    Raises:
+        InvalidArgument: Before anything is written.
     """
     if isinstance(sources, Sources):
         table = sources
@@ -156,7 +165,8 @@ def reduce_n(
     if statistics is not None:
         check_statistics(statistics, _OP)
         if not floating:
-            raise _wrong(f"statistics are for floating types, and the sources are {table.dtype}: leave them out")
+            name = DTYPE_NAMES[table.code]
+            raise _wrong(f"statistics are for floating types, and the sources are {name}: leave them out")
         statistics.begin(args.work, table.device, _OP, place.overlaps)
     if args.work.tiles:
         run(kernel_of(table.code, place.code), args, table.device, table.rows)
@@ -183,11 +193,12 @@ def _check_alignment(address: int, code: int, what: str) -> None:
 
 
 def _check_out(table: Sources, out: Buffer) -> None:
-    if out.dtype != table.dtype:
+    name = DTYPE_NAMES[table.code]
+    if out.dtype != name:
         if table.code not in FLOATING:
-            raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: integers must have one dtype")
+            raise _wrong(f"out is {out.dtype} and the sources are {name}: integers must have one dtype")
         if out.code not in FLOATING:
-            raise _wrong(f"out is {out.dtype} and the sources are {table.dtype}: use a floating dtype")
+            raise _wrong(f"out is {out.dtype} and the sources are {name}: use a floating dtype")
     if out.count != table.count:
         raise _wrong(f"out has {out.count} elements and source 0 has {table.count}: use equal sizes")
     wrong = table.overlapped_by(out)

@@ -12,7 +12,7 @@ from ..arrays import DTYPE_NAMES, Reader, shown
 from ..errors import InvalidArgument
 from ..layout import ALIGNMENT, TILE, bucket_layout, check_offsets
 from . import abi
-from .dtypes import CODES, FLOATING, WIDTHS, name_and_width
+from .dtypes import CODES, FLOATING, WIDTHS, parse_dtype
 from .rows import Rows
 from .tensor_list import TensorList, device_of, read_array
 
@@ -40,24 +40,36 @@ class Table:
     """Tensors and their places in a flat buffer, made once for any number of ``pack`` and
     ``unpack`` calls.
 
-    ``tensors``: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes
-    from 0 elements. ``dtype``: of the flat buffer. With a floating one (float64, float32, float16,
-    bfloat16, float8_e4m3fn, float8_e5m2) the tensors may have any of these types and are cast; with
-    another one they must have the same and are copied. ``torch.uint8`` takes tensors of all types,
-    as bytes: the state of a module in one buffer, say. ``offsets``: of each tensor's first element,
-    in elements of the flat buffer, in any order and with any gaps; without them each tensor begins
-    at the next multiple of 16 bytes.
+    ``len()`` is the number of tensors. A table holds its tensors, and each call checks that they
+    still lie where they did. A short one is passed to a GPU with each launch; a longer one is
+    copied there at its first use on each stream. The host waits for neither.
 
-    A table holds its tensors, and each call checks that they still lie where they did. A short one
-    is passed to a GPU with each launch; a longer one is copied there at its first use on each
-    stream. The host waits for neither. Raises ``InvalidArgument``, which names the tensor's index.
+    Args:
+        tensors: torch tensors, NumPy or CuPy arrays, contiguous, all on one device, of any sizes
+            from 0 elements.
+        dtype: The dtype of the flat buffer, torch's or NumPy's, or its name. With a floating one
+            (float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2) the tensors may have
+            any of these types and are cast; with another one they must have the same and are
+            copied. ``torch.uint8`` takes tensors of all types, as bytes: the state of a module in
+            one buffer, say.
+        offsets: The place of each tensor's first element, in elements of the flat buffer, in any
+            order and with any gaps. None: each tensor begins at the next multiple of 16 bytes.
 
-    Attributes: ``tensors``, ``dtype``, ``device``, ``offsets``, ``total`` (elements that the flat
-    buffer must have at least, with the last tensor's padding), ``nbytes`` (the same in bytes),
-    ``len()``.
+    Attributes:
+        tensors: The tensors.
+        dtype: The dtype of the flat buffer, torch's, or NumPy's where torch has none.
+        device: The device of the tensors.
+        offsets: The places of the tensors' first elements.
+        total: The elements that the flat buffer must have at least, with the last tensor's padding.
+        nbytes: The same in bytes.
+
+    Raises:
+        InvalidArgument: Names the index of the tensor that can't be used.
     """
 
-    def __init__(self, tensors: Iterable, dtype: torch.dtype, *, offsets: Sequence[int] | None = None):
+    def __init__(
+        self, tensors: Iterable, dtype: torch.dtype | numpy.dtype | str, *, offsets: Sequence[int] | None = None
+    ):
         self._make(tensors, dtype, offsets, "Table", None)
 
     @classmethod
@@ -83,8 +95,7 @@ class Table:
         if isinstance(tensors, (torch.Tensor, numpy.ndarray, str, bytes, dict)) or not isinstance(tensors, Iterable):
             raise InvalidArgument(f"the tensors must come as a list of tensors, not as {type(tensors).__name__}", op=op)
         self.tensors = tuple(tensors)
-        self.dtype = dtype
-        self._name, self.itemsize = name_and_width(dtype, op)
+        self.dtype, self._name, self.itemsize = parse_dtype(dtype, op)
         self.type = CODES.get(self._name, abi.OPAQUE + self.itemsize)
         self.floating = self.type in FLOATING
         owner = "the flat buffer"

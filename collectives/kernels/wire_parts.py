@@ -13,13 +13,19 @@ __all__ = ["WireParts"]
 
 @dataclass(frozen=True, slots=True)
 class WireParts:
-    """Parts of one array, such as all ranks' shards of a bucket, each with a wire buffer of its own.
+    """Parts of one array, such as all ranks' shards of a bucket, each with a wire buffer of its
+    own.
 
-    Part p is the ``numel`` elements from ``p * stride`` on, of ``count`` parts; the last ones have
-    what is left of the array, or nothing. Its wire buffer begins ``p * wire_stride`` bytes behind
-    part 0's and is as long as its own elements need. ``stride``: elements, at least ``numel``, and
-    ``numel`` where it is None. ``wire_stride``: bytes, a multiple of 4 and at least what ``numel``
-    elements need.
+    Part p is the ``numel`` elements from ``p * stride`` on; the last ones have what is left of the
+    array, or nothing. Its wire buffer begins ``p * wire_stride`` bytes behind part 0's and is as
+    long as its own elements need.
+
+    Args:
+        count: The number of parts.
+        numel: The elements of a part.
+        wire_stride: The bytes from one wire buffer to the next, a multiple of 4 and at least what
+            ``numel`` elements need.
+        stride: The elements from one part to the next, at least ``numel``. None: ``numel``.
     """
 
     count: int

@@ -14,7 +14,7 @@ import time
 
 import torch.distributed as dist
 
-from ..comm.liveness import exit_reason, this_process
+from ..comm.liveness import RankExits, exit_reason, has_ended, this_process
 from ..comm.waiting import RankWait, first_line
 from ..errors import TransportError
 from ..json_records import parse_json, parse_numbers, parse_text
@@ -23,17 +23,21 @@ from ..secret import seal, unseal
 __all__ = ["begin_life"]
 
 _PAUSE_S = (0.0005, 0.02)  # first and longest pause between two looks at the store
+_OLD_S = 60.0  # how long a rank waits for a new request where it finds one of a process that has ended
 
 
-def begin_life(store: dist.Store, rank: int, size: int, seconds: float, purpose: str) -> dist.Store:
+def begin_life(
+    store: dist.Store, rank: int, size: int, seconds: float, purpose: str, exits: RankExits | None = None
+) -> dist.Store:
     """Return the part of a group's store that this life of the group has for itself.
 
-    Blocks until all ranks have come, at most `seconds`; `purpose`: what they come for, "to ...". Raises
-    `CollectiveTimeout` with the ranks that have not come, `RemoteError` where one has come and ended
-    since, `TransportError` where the store has gone away.
+    Blocks until all ranks have come, at most `seconds`; `purpose`: what they come for, "to ...";
+    `exits`: how ranks have ended that haven't come. Raises `CollectiveTimeout` with the ranks that have
+    not come, `RemoteError` where one is known to have ended, `TransportError` where the store has gone
+    away.
     """
     try:
-        number = _Agreement(store, rank, size).run(purpose, seconds)
+        number = _Agreement(store, rank, size, exits).run(purpose, seconds)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         text = f"torch.distributed's store has gone away or failed: {first_line(error)}"
         raise TransportError(text, op="init", rank=rank) from error
@@ -45,12 +49,19 @@ class _Agreement:
 
     Keys: each rank's newest request, a number and its process; and rank 0's answer, the number of the
     life and the numbers of the requests that have gone into it and into those before, by rank.
+
+    A process that was killed while it waited has left its request. It may be of an earlier try, after which
+    the rank comes again in another process, so a request that was there before this rank came counts no
+    more once its process has ended.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, exits: RankExits | None):
+        self._store, self._rank, self._size, self._exits = store, rank, size, exits
         _, answered = self._read_answer()
-        self._number = 1 + max(self._read_request(rank)[0], answered[rank])
+        requests = [self._read_request(peer) for peer in range(size)]
+        self._old = [number if has_ended(process) else 0 for number, process in requests]
+        self._old_until = time.monotonic() + _OLD_S
+        self._number = 1 + max(requests[rank][0], answered[rank])
 
     def run(self, purpose: str, seconds: float) -> int:
         """Block until all ranks have come; return the number of the life."""
@@ -78,7 +89,10 @@ class _Agreement:
         """Return the ranks without a new request."""
         _, answered = self._read_answer()
         requests = [self._read_request(rank) for rank in range(self._size)]
-        return [rank for rank, (number, process) in enumerate(requests) if number <= answered[rank] or not process]
+        return [
+            rank for rank, (number, process) in enumerate(requests)
+            if number <= max(answered[rank], self._old[rank]) or not process
+        ]  # fmt: skip
 
     def _find_absent(self) -> list[int]:
         """Return the ranks without a new request, and those whose process has ended since.
@@ -92,7 +106,10 @@ class _Agreement:
     def _exit_reason(self, rank: int) -> str:
         number, process = self._read_request(rank)
         _, answered = self._read_answer()
-        return exit_reason(process) if number > answered[rank] else ""
+        if number > answered[rank]:
+            is_old = number == self._old[rank] and time.monotonic() < self._old_until
+            return "" if is_old else exit_reason(process)
+        return "" if self._exits is None else self._exits.reason(rank)
 
     # ---- The store.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 
@@ -24,11 +26,14 @@ from ..torch_compat import default_store
 from . import mpi
 from .by_name import exchange_by_name, rendezvous_by_name
 from .failure_record import record_last_exception
+from .group_life import begin_life
 from .peers import Participant, Rendezvous
 from .store import StoreRendezvous
 from .tcp_store import exchange_over_tcp
 
 __all__ = ["identify_process", "join_over_store", "join_rendezvous"]
+
+_last_store: weakref.ref | None = None  # torch.distributed's, at the last rendezvous over it
 
 
 def identify_process() -> Identity:
@@ -59,12 +64,14 @@ def join_rendezvous(
     """Join the rendezvous of all ranks of the job, which agrees on a unique id.
 
     ``timeout``: seconds; ``generation``: how many rendezvous of this job there were before, the
-    same on all ranks; ``device``: this rank's device, for the other ranks' information; ``config``:
-    the communicator's, in words, which all ranks must have. Blocks until all ranks have come, except
-    where the job's name is enough: then the engine's init waits. The host engine's init gets the
-    rest of the time as its limit. Raises ``CollectiveTimeout`` with the missing ranks in ``peers``,
-    ``InvalidUsage`` for two processes with one rank and for ranks that don't fit together,
-    ``TransportError`` for a port in use, ``InvalidArgument`` where MASTER_ADDR is missing.
+    same on all ranks, unless torch.distributed is initialised: over its store the ranks agree on a
+    number, since they may be processes that have come later; ``device``: this rank's device, for the
+    other ranks' information; ``config``: the communicator's, in words, which all ranks must have.
+    Blocks until all ranks have come, except where the job's name is enough: then the engine's init
+    waits. The host engine's init gets the rest of the time as its limit. Raises ``CollectiveTimeout``
+    with the missing ranks in ``peers``, ``InvalidUsage`` for two processes with one rank and for ranks
+    that don't fit together, ``TransportError`` for a port in use, ``InvalidArgument`` where
+    MASTER_ADDR is missing.
     """
     deadline = _deadline_of(timeout)
     job = sha256(identity.job_key).hexdigest()[:16] if identity.job_key else ""
@@ -83,11 +90,7 @@ def join_rendezvous(
                 f"be rank {participant.rank} of {participant.size}",
                 op="init",
             )
-        publish_process()
-        store = default_store()
-        participant.master, participant.agent_port = _store_place(identity, store)
-        exits = RankExits(store, range(participant.size))
-        records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits)
+        records = _exchange_over_default_store(identity, participant, deadline, timeout)
     elif identity.master_addr is not None:
         records = exchange_over_tcp(identity, prefix, participant, deadline, timeout)
     elif identity.is_single_node and identity.job_key is not None:
@@ -115,14 +118,15 @@ def join_over_store(
     purpose: str = "",
     exits: RankExits | None = None,
     config: str = "",
+    logged_ranks: Sequence[int] | None = None,
 ) -> Rendezvous:
     """Join a rendezvous over a torch store that all ``size`` ranks have, as a process group's.
 
     ``prefix``: of every key, used for one rendezvous only; ``timeout``: seconds; ``purpose``: what
     the ranks come for, "to ...", for messages; ``exits``: how those that don't come have ended;
-    ``config``: the communicator's, in words, which all ranks must have. Blocks until all ranks have
-    come. Raises as ``join_rendezvous``, and `RemoteError` as soon as it is known that a rank has
-    ended.
+    ``config``: the communicator's, in words, which all ranks must have; ``logged_ranks``: as in
+    `RankWait`. Blocks until all ranks have come. Raises as ``join_rendezvous``, and `RemoteError` as
+    soon as it is known that a rank has ended.
     """
     deadline = _deadline_of(timeout)
     record_last_exception()
@@ -131,18 +135,38 @@ def join_over_store(
     except InvalidArgument:  # a launcher's variables that can't be used: the store has come in another way
         identity = Identity(rank, size, None, None, "torch")
     participant = Participant(rank, size, engine, device, "", *_store_place(identity, store), config)
-    records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose)
+    records = _exchange_over_torch(store, prefix, participant, deadline, timeout, exits, purpose, logged_ranks)
     return participant.complete(records, deadline)
+
+
+def _exchange_over_default_store(
+    identity: Identity, participant: Participant, deadline: float, timeout: float
+) -> list[bytes]:
+    """Exchange the ranks' records over the store of torch.distributed's default group."""
+    global _last_store
+    publish_process()
+    store = default_store()
+    participant.master, participant.agent_port = _store_place(identity, store)
+    exits = RankExits(store, range(participant.size))
+    # In another group, maybe over the same server, a rank's process of before may have ended, and another one be about
+    # to come.
+    trusted = exits if _last_store is None or _last_store() is store else None
+    _last_store = weakref.ref(store)
+    life = begin_life(
+        dist.PrefixStore("collectives/init", store), participant.rank, participant.size, timeout,
+        "to open the job's communicator", trusted,
+    )  # fmt: skip
+    return _exchange_over_torch(life, "records", participant, deadline, timeout, exits)
 
 
 def _exchange_over_torch(
     store: dist.Store, prefix: str, participant: Participant, deadline: float, timeout: float, exits: RankExits | None,
-    purpose: str = "",
+    purpose: str = "", logged_ranks: Sequence[int] | None = None,
 ) -> list[bytes]:  # fmt: skip
     """Exchange the ranks' records over torch.distributed's store."""
     store = dist.PrefixStore(prefix, store)
     pending = StoreRendezvous(store, participant, deadline, timeout, "torch.distributed's store", exits=exits)
-    pending.purpose = purpose or pending.purpose
+    pending.purpose, pending.logged_ranks = purpose or pending.purpose, logged_ranks
     return pending.exchange()
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,9 +45,13 @@ def init_process_group(backend: str | None = None, *, comm: Communicator | None 
 
     With MASTER_ADDR and MASTER_PORT, which torchrun sets, it is
     ``torch.distributed.init_process_group(backend, **options)``. mpirun and srun set no RANK, no
-    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and the ranks
-    get the port over `comm` (None: the communicator of `init()`). Blocks until all ranks have come. Raises
-    as `init()` and torch do.
+    MASTER_ADDR, or neither: there rank 0 serves a torch store on a free port, and the ranks get the
+    port over `comm`. Blocks until all ranks have come. Raises as `init()` and torch do.
+
+    Args:
+        backend: The backend, as torch takes it.
+        comm: The communicator by which the ranks get the port. None: that of `init()`.
+        **options: Further arguments of torch's function.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         who = identify_process() if comm is None else comm
@@ -116,12 +121,13 @@ def get_communicator(group, device: torch.device) -> Communicator:
 
 def open_over_store(
     store, name: str, rank: int, size: int, device: torch.device, timeout: float, purpose: str, exits: RankExits,
-    config: CommConfig | None = None, agrees: bool = True,
+    config: CommConfig | None = None, agrees: bool = True, logged_ranks: Sequence[int] | None = None,
 ) -> Communicator:  # fmt: skip
     """Open a communicator of ranks that share a torch store; blocks until all have come.
 
     `name`: of the communicator in the store, the same on all ranks, and used again for the next one
-    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`: as in `join_over_store`;
+    there; `timeout`: seconds, also the communicator's; `purpose`, `exits`, `logged_ranks`: as in
+    `join_over_store`;
     `config`: the communicator's, the same on all ranks, else `InvalidUsage`; `agrees`: as
     `Communicator` takes it.
     Raises as `get_communicator`.
@@ -141,7 +147,7 @@ def open_over_store(
     deadline = time.monotonic() + timeout
     rendezvous = join_over_store(
         store, f"{prefix}/{number}", rank, size, engine=engine, timeout=timeout, device=device, purpose=purpose,
-        exits=exits, config=repr(config or CommConfig()),
+        exits=exits, config=repr(config or CommConfig()), logged_ranks=logged_ranks,
     )  # fmt: skip
     return open_communicator(
         rendezvous, engine, device=device, seconds=remaining_seconds(deadline, timeout), timeout=timeout,

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class StoreRendezvous:
     messages; ``server``: the rank whose process serves the store, if a rank's does. ``stale``
     becomes True if the store was closed before the serving rank had come: then it was an older one
     of that process. ``purpose``: what the ranks come for, for messages; ``exits``: how ranks that
-    haven't come have ended.
+    haven't come have ended; ``logged_ranks``: as in `RankWait`.
 
     Keys: ``arrived`` and ``left`` count processes; ``claim/R`` counts those that say they are rank
     R; ``peer/R`` has R's record; ``error`` has the cause for which the rendezvous has failed, which
@@ -57,6 +57,7 @@ class StoreRendezvous:
     stale: bool = False
     purpose: str = "to open the job's communicator"
     exits: RankExits | None = None
+    logged_ranks: Sequence[int] | None = None
     _server_arrived: bool = False
     _arrived: dict = field(default_factory=dict)  # rank -> its process
 
@@ -133,8 +134,9 @@ class StoreRendezvous:
         store.set(f"peer/{rank}", seal(record, _purpose(f"peer/{rank}")))
         keys = [f"peer/{peer}" for peer in range(size)]
         wait = RankWait(
-            self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._exit_reason, op="init"
-        )
+            self.purpose, rank, size, self.timeout, deadline=self.deadline, exit_reason=self._exit_reason, op="init",
+            logged_ranks=self.logged_ranks,
+        )  # fmt: skip
         pause = 0.001
         while True:
             self._raise_posted_failure()

@@ -49,25 +49,31 @@ def init(
     """Open the communicator of all ranks of this job, or return the one that is open.
 
     Rank and size come from torchrun's, mpirun's or srun's variables, or from RANK and WORLD_SIZE;
-    with none of them it is a world of one. Blocks until all ranks have come.
-
-    `engine`: "nccl", "host", or None for COLLECTIVES_ENGINE or what the node has. `device`: None
-    for ``cuda:local_rank``, or the CPU. `timeout`: limit in seconds of the opening, of each operation,
-    and of `split` and `shrink`, as of ``torch.distributed.init_process_group``; None: 60 s for the
-    opening, and 1,800 s for the others. It becomes that of a communicator that is open already, too;
-    ``comm.timeout = seconds`` changes it after the opening.
-    `deterministic`: reduce in rank order only, see `Communicator`. `config`: a `CommConfig` or a dict
-    of its fields, the same on all ranks: settings of NCCL, without effect on the host. CPUs on
-    several nodes reduce and gather inside of each node first, then between nodes, over TCP
-    connections.
-
-    Raises `CollectiveTimeout` naming the ranks that did not come, `InvalidUsage` where two
-    processes have one rank, `EngineUnavailable`, `TransportError`. After `close()` it opens a new
-    communicator.
+    with none of them it is a world of one. Blocks until all ranks have come. After `close()` it
+    opens a new communicator. CPUs on several nodes reduce and gather inside of each node first,
+    then between nodes, over TCP connections.
 
     A GPU becomes torch's current device, as by ``torch.cuda.set_device``, if CUDA was not used
     before. If it was, with another current device, a warning says so: call
     ``torch.cuda.set_device(local_rank)`` first.
+
+    Args:
+        engine: "nccl" or "host". None: COLLECTIVES_ENGINE, or what the node has.
+        device: The device whose memory is sent. None: ``cuda:local_rank``, or the CPU.
+        timeout: The limit in seconds of the opening, of each operation, and of `split` and
+            `shrink`, as of ``torch.distributed.init_process_group``. None: 60 s for the opening,
+            and 1,800 s for the others. It becomes the limit of a communicator that is open already,
+            too; ``comm.timeout = seconds`` changes it after the opening.
+        deterministic: Reduce in rank order only, see `Communicator`.
+        config: A `CommConfig` or a dict of its fields, the same on all ranks: settings of NCCL,
+            without effect on the host.
+
+    Raises:
+        CollectiveTimeout: Names the ranks that did not come.
+        InvalidUsage: Where two processes have one rank, or the open communicator has other
+            settings.
+        EngineUnavailable: Where the engine can't be used.
+        TransportError: Where the ranks can't connect.
     """
     opening, limit = (OPENING_S, OPERATION_S) if timeout is None else [parse_timeout(timeout, None)] * 2
     with _lock:

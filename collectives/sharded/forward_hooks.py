@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_compat import current_graph_task_id, dynamo_disable, tree_flatten, tree_map
+from ..torch_compat import current_graph_task_id, tree_flatten, tree_map, untraced
 from .module_changes import check_not_written, param_versions
 from .param_reads import ForwardReads
 from .saved_tensors import look_up_saved_params, saved_buffers, saves_tensors
@@ -21,7 +21,7 @@ from .unit import Unit
 __all__ = ["register_grad_hooks", "run_forward"]
 
 
-@dynamo_disable(recursive=False)
+@untraced(recursive=False)
 def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict) -> Any:
     """Call a sharded module's forward with its unit unsharded, and register the hooks of its
     backward.

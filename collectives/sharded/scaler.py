@@ -18,9 +18,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler whose ranks agree on non-finite gradients, with the name and arguments
     of FSDP's.
 
-    `process_group`: the ranks that agree; None: those over which the optimizer's parameters are
-    sharded, as torch's own scaler does here. All of them must call ``step``, ``unscale_`` and
-    ``update``.
+    All of the ranks must call ``step``, ``unscale_`` and ``update``. Arguments that aren't
+    described below are torch's.
+
+    Args:
+        process_group: The ranks that agree. None: those over which the optimizer's parameters are
+            sharded, as torch's own scaler does here.
     """
 
     def __init__(

@@ -62,8 +62,7 @@ def fully_shard(
     shard_placement_fn=None,
     dp_mesh_dims=None,
 ) -> Modules:
-    """Shard a module's parameters, gradients and optimizer state over ranks, in place; return the
-    module, or the list that was given.
+    """Shard a module's parameters, gradients and optimizer state over ranks, in place.
 
     The module becomes a unit of all its parameters, except those of submodules that are units
     already and those in `ignored_params`: call it on the inner modules first. Outside of forward
@@ -71,23 +70,36 @@ def fully_shard(
     collective, which all ranks must call with the same arguments; blocks. Forward and backward are
     collectives, too; ranks need not run the same units.
 
-    A list of modules becomes one unit: it is gathered before the forward of the first one that runs,
-    and resharded after that of the last one, or when the outermost forward ends. Modules with a tied
-    weight (an embedding and a head) can be sharded so, and modules that run one after the other.
+    A list of modules becomes one unit: it is gathered before the forward of the first one that
+    runs, and resharded after that of the last one, or when the outermost forward ends. Modules with
+    a tied weight (an embedding and a head) can be sharded so, and modules that run one after the
+    other.
 
-    `comm`: the ranks that own a shard each; `mesh`: a one-dimensional DeviceMesh, or a
-    two-dimensional one whose second dimension shards and whose first one replicates; None:
-    torch.distributed's default group. `reshard_after_forward`: True: gather again for the backward;
-    False: stay gathered until then; None: True; an int, which divides the number of ranks: keep 1/int of the
-    parameters, so that the backward's all-gather is among that many neighbouring ranks.
-    `mp_policy`: a `MixedPrecisionPolicy`. `offload_policy`: `CPUOffloadPolicy()`: shards on the
-    host. `hook_state`: a `collectives.HookState`, whose wire, clipping and optimizer are used.
-    `shard_placement_fn` and `dp_mesh_dims` are FSDP2's, and refused.
+    Args:
+        module: The module, or a list of modules that become one unit.
+        comm: The communicator of the ranks that own a shard each. None: see `mesh`.
+        mesh: A one-dimensional DeviceMesh, or a two-dimensional one whose second dimension shards
+            and whose first one replicates. None: that of `comm`, and without one
+            torch.distributed's default group.
+        reshard_after_forward: True or None: gather again for the backward. False: stay gathered
+            until then. An int, which divides the number of ranks: keep 1/int of the parameters, so
+            that the backward's all-gather is among that many neighbouring ranks.
+        mp_policy: A `MixedPrecisionPolicy`. None: compute in the parameters' dtype.
+        offload_policy: `CPUOffloadPolicy()`: keep shards on the host. None: on the device that
+            computes.
+        ignored_params: Parameters that stay as they are.
+        hook_state: A `collectives.HookState`, whose wire, clipping and optimizer are used.
+        shard_placement_fn: FSDP2's, and refused.
+        dp_mesh_dims: FSDP2's, and refused.
 
-    Raises `InvalidUsage` on all ranks where they don't shard the same parameters, and, by name, for a
-    weight that is tied to one of another unit, for a module of which an outer one was sharded before,
-    and for one under torch's own data parallelism; `InvalidArgument` for parameters that can't be
-    sharded.
+    Returns:
+        The module, or the list that was given.
+
+    Raises:
+        InvalidUsage: On all ranks where they don't shard the same parameters, and, by name, for a
+            weight that is tied to one of another unit, for a module of which an outer one was
+            sharded before, and for one under torch's own data parallelism.
+        InvalidArgument: For parameters that can't be sharded.
     """
     _check_options(shard_placement_fn, dp_mesh_dims)
     given = module

@@ -48,18 +48,27 @@ class State(enum.Enum):
 class Unit:
     """Parameters in shards that are all-gathered together and whose gradients are reduced together.
 
-    `module`: the owner of the parameters; those in `ignored_params` stay as they are. Or
-    `parameters`: a list of (names, places, parameter) as `managed_parameters` returns it. `ranks`:
-    a `Communicator`, or `Ranks`. The module is changed in place. It holds this rank's shards, of
-    shape ``(1, ..., 1, k)`` for k elements, until `unshard()`, and again after `reshard()`. Both
-    forms are Parameters and keep their identity. `mp_policy`, `offload_policy`: as in
-    `fully_shard`. `persistent`: keep the gathered buffer, with the shard as a part of it, which
-    takes the memory of all parameters on each rank. `quantized_gather`: the wire format of the
-    all-gather; None: the parameters' dtype. `align`: the shard is a multiple of so many elements;
-    0: of 16 bytes. The unit computes on the device of the communicator.
+    The module is changed in place. It holds this rank's shards, of shape ``(1, ..., 1, k)`` for k
+    elements, until `unshard()`, and again after `reshard()`. Both forms are Parameters and keep
+    their identity. The unit computes on the device of the communicator. A local call. All ranks
+    must make units of the same parameters.
 
-    A local call. All ranks must make units of the same parameters. Raises `InvalidArgument`, with
-    the parameter's name, for parameters that can't be sharded.
+    Args:
+        module: The owner of the parameters. None: see `parameters`.
+        ranks: A `Communicator`, or `Ranks`.
+        parameters: A list of (names, places, parameter) as `managed_parameters` returns it. None:
+            those of `module`.
+        ignored_params: Parameters of `module` that stay as they are.
+        name: The unit's name in messages.
+        mp_policy: As in `fully_shard`.
+        offload_policy: As in `fully_shard`.
+        persistent: Keep the gathered buffer, with the shard as a part of it, which takes the memory
+            of all parameters on each rank.
+        align: The shard is a multiple of so many elements. 0: of 16 bytes.
+        quantized_gather: The wire format of the all-gather. None: the parameters' dtype.
+
+    Raises:
+        InvalidArgument: With the parameter's name, for parameters that can't be sharded.
     """
 
     def __init__(
@@ -163,9 +172,12 @@ class Unit:
         """All-gather the parameters and register the full ones on the modules. A collective of
         `ranks.shard`.
 
-        Blocks on the host. `async_op`: only begin the all-gather; `wait_for_unshard` ends it.
-        `post_forward`: gather among the ranks of `post_forward_comm`, from the shards that they
-        kept after the forward.
+        Blocks on the host.
+
+        Args:
+            async_op: Only begin the all-gather; `wait_for_unshard` ends it.
+            post_forward: Gather among the ranks of `post_forward_comm`, from the shards that they
+                kept after the forward.
         """
         if self.state is State.SHARDED:
             self._start_all_gather(async_op, post_forward)
@@ -269,9 +281,10 @@ class Unit:
     def reshard(self, *, write_back: bool = False, post_forward: bool = False) -> None:
         """Register the shards on the modules and free the gathered buffer. A local call.
 
-        `write_back`: first copy to the shards what was written to the full parameters.
-        `post_forward`: keep the post-forward shard, this rank's part among the ranks of
-        `post_forward_comm`.
+        Args:
+            write_back: First copy to the shards what was written to the full parameters.
+            post_forward: Keep the post-forward shard, this rank's part among the ranks of
+                `post_forward_comm`.
         """
         if self.state is State.GATHERING:
             self.wait_for_unshard()  # what is under way must end

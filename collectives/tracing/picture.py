@@ -64,7 +64,7 @@ def draw_picture(records: list[dict], steps: int = 2):
         labels = _draw_rank(axes, record, shift - first, last - first, arrivals, top)
         ticks += [(top + row + 0.5, label) for row, label in enumerate(labels)]
         top += len(labels) + _GAP
-    figure.set_size_inches(12, 1.5 + 0.27 * top)
+    figure.set_size_inches(9, 1.7 + 0.27 * top)  # as wide as a page, where the text can be read
     axes.set_ylim(top, -_GAP)
     axes.set_yticks(*zip(*ticks, strict=True))
     axes.tick_params(axis="y", length=0)
@@ -73,7 +73,7 @@ def draw_picture(records: list[dict], steps: int = 2):
     axes.set_title(_describe(records, steps), loc="left", fontsize=10, parse_math=False)
     figure.legend(
         handles=[Patch(label=label, **style) for label, style in _LEGEND.items()], loc="outside lower center",
-        ncols=4, fontsize=9, frameon=False,
+        ncols=2, fontsize=9, frameon=False,
     )  # fmt: skip
     return figure
 

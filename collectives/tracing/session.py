@@ -168,18 +168,26 @@ _current: Timeline | None = None
 
 
 def timeline(path=None, *, steps: int | None = None) -> Timeline:
-    """Record what communication does, and write a Chrome trace to `path`.
+    """Record what communication does, and write a Chrome trace.
 
-    `path` None: it makes only the report. https://ui.perfetto.dev shows the trace, and
-    ``python -m collectives.tracing trace.json -o trace.png`` draws ranks, buckets, waits and exposed
-    communication. Starts at once and returns a `Timeline`: a context manager, or ``.stop()`` ends
-    it. With `steps` it ends by itself after that many backwards. Start and end it on all ranks:
-    its end is a collective call. A timeline that wasn't stopped is written at the interpreter's
-    exit, by each rank for itself; so is the one that COLLECTIVES_TIMELINE=path starts at import. A
-    rank holds at most 1,000,000 events; the trace and the report say how many were dropped. The
-    ranks of one node share a clock. The clocks of several nodes are aligned by their wall clocks,
-    with the error of these. Raises `InvalidUsage` while another timeline records,
-    `InvalidArgument` for a path in a folder that doesn't exist.
+    https://ui.perfetto.dev shows the trace, and ``python -m collectives.tracing trace.json -o
+    trace.png`` draws ranks, buckets, waits and exposed communication. The recording starts at once.
+    Start and end it on all ranks: its end is a collective call. A timeline that wasn't stopped is
+    written at the interpreter's exit, by each rank for itself; so is the one that
+    COLLECTIVES_TIMELINE=path starts at import. A rank holds at most 1,000,000 events; the trace and
+    the report say how many were dropped. The ranks of one node share a clock. The clocks of several
+    nodes are aligned by their wall clocks, with the error of these.
+
+    Args:
+        path: The file of the trace. None: make only the report.
+        steps: End by itself after this number of backwards. None: go on until it is stopped.
+
+    Returns:
+        A `Timeline`, which is a context manager; ``.stop()`` ends it, too.
+
+    Raises:
+        InvalidUsage: While another timeline records.
+        InvalidArgument: For a path in a folder that doesn't exist.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise InvalidArgument(f"steps must be an int from 1 up, or None for no limit, not {steps!r}")

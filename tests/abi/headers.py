@@ -45,7 +45,7 @@ template <class R, class... A> struct same<R(A...), R(A...)> { static constexpr 
 def real_header() -> Path:
     """The nccl.h of the nvidia-nccl wheel, which the test extra installs."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
-    assert spec is not None, "no NCCL with its nccl.h: pip install 'torch-collectives[cuda12]' (or [cuda13])"
+    assert spec is not None, "no NCCL with its nccl.h: pip install nvidia-nccl-cu12 (or -cu13)"
     return Path(next(iter(spec.submodule_search_locations))) / "include" / "nccl.h"
 
 

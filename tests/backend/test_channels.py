@@ -5,13 +5,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from collectives.errors import Aborted, CollectiveTimeout, Mismatch, RemoteError
+from collectives.errors import Aborted, CollectiveTimeout, InvalidUsage, Mismatch, RemoteError
 from tests.backend.groups import over
 from tests.ranks import Died, run_ranks
 from tests.variables import variables
@@ -226,6 +227,80 @@ def test_a_receive_past_the_time_limit_stays_in_flight(tmp_path):
     assert run_ranks(late, 2, tmp_path / "store") == [5, 3]
 
 
+@contextmanager
+def opened(ctx, path, machines):
+    """Open the default group, on one node or on a machine for each letter of `machines`."""
+    with variables(COLLECTIVES_HOST_ID=machines[ctx.rank], MASTER_ADDR="127.0.0.1") if machines else nullcontext():
+        dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def too_late(ctx, path, machines):
+    with opened(ctx, path, machines):
+        return ends_one_direction(ctx)
+
+
+def ends_one_direction(ctx):
+    """A send that runs out of time on an open channel ends this direction, at once for all that comes later."""
+    peer, got = 1 - ctx.rank, torch.zeros(1)
+    dist.send(got, 1) if ctx.rank == 0 else dist.recv(got, 0)
+    dist.recv(got, 1) if ctx.rank == 0 else dist.send(got, 0)
+    begun = time.monotonic()
+    if ctx.rank == 0:
+        dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+        with pytest.raises(CollectiveTimeout, match="nothing more can be sent to rank 1"):
+            dist.send(got, 1)
+        dist.group.WORLD.set_timeout(timedelta(seconds=60))
+        for call in (lambda: dist.send(got, 1, tag=4), lambda: dist.isend(got, 1).wait()):
+            with pytest.raises(InvalidUsage, match="can be sent to rank 1 .*, since an earlier one ran out of time"):
+                call()
+    dist.barrier()
+    if ctx.rank == 1:
+        for call in (lambda: dist.recv(got, 0), lambda: dist.recv(got, 0, tag=4)):
+            with pytest.raises(RemoteError, match="rank 0 .*ran out of time"):
+                call()
+    assert time.monotonic() - begun < 20
+    dist.recv(got, 1) if ctx.rank == 0 else dist.send(torch.full((1,), 6.0), 0)  # the other direction goes on
+    dist.barrier()
+    return got.item() if ctx.rank == 0 else peer
+
+
+@pytest.mark.parametrize("machines", ["", "ab"])
+def test_a_send_past_the_time_limit(machines, tmp_path):
+    assert run_ranks(too_late, 2, tmp_path / "store", machines) == [6, 0]
+
+
+def left(ctx, path, machines):
+    """Rank 1 destroys its group, and its process lives on. Rank 0 waits behind a message, or for any rank."""
+    with opened(ctx, path, machines):
+        if ctx.rank == 1:
+            work = dist.isend(torch.ones(1), 0, tag=1)
+            time.sleep(0.5)
+            dist.destroy_process_group()
+            with pytest.raises(Aborted):
+                work.wait()
+            ctx.barrier()
+            return True
+        begun = time.monotonic()
+        works = [dist.irecv(torch.zeros(1), 1, tag=2), dist.irecv(torch.zeros(1), tag=2)]
+        for call in (works[0].wait, works[1].wait, lambda: dist.recv(torch.zeros(1), 1, tag=1)):
+            with pytest.raises(RemoteError, match="rank 1") as caught:
+                call()
+            assert (caught.value.op, caught.value.rank, caught.value.peers) == ("recv", 0, (1,))
+        assert time.monotonic() - begun < 10
+        ctx.barrier()
+        return True
+
+
+@pytest.mark.parametrize("machines", ["", "ab"])
+def test_a_group_that_ends_with_a_message_that_nobody_takes(machines, tmp_path):
+    assert all(run_ranks(left, 2, tmp_path / "store", machines))
+
+
 def killed(ctx, path):
     """Rank 1 ends: with a message of it that no receive takes, and before it has come at all."""
     dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
@@ -285,14 +360,11 @@ def test_transfers_that_nobody_waits_for(ends, tmp_path):
 
 def apart(ctx, path):
     """The same between two nodes."""
-    with variables(COLLECTIVES_HOST_ID="ab"[ctx.rank], MASTER_ADDR="127.0.0.1"):
-        dist.init_process_group("collectives", init_method=f"file://{path}", rank=ctx.rank, world_size=ctx.size)
-        try:
-            assert overtaken.__wrapped__(ctx)
-            assert one_after_the_other.__wrapped__(ctx) is False
-            return len(dist.group.WORLD.communicator(torch.device("cpu")).machines)
-        finally:
-            dist.destroy_process_group()
+    with opened(ctx, path, "ab"):
+        assert late.__wrapped__(ctx) == (5, 3)[ctx.rank]
+        assert overtaken.__wrapped__(ctx)
+        assert one_after_the_other.__wrapped__(ctx) is False
+        return len(dist.group.WORLD.communicator(torch.device("cpu")).machines)
 
 
 def test_between_nodes(tmp_path):

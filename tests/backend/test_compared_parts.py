@@ -1,6 +1,7 @@
 """Calls that are made of sends, receives or several collectives are compared with what the other ranks call."""
 
 import datetime
+import functools
 import os
 import time
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives.errors import CollectivesError, InvalidArgument, Mismatch
+from collectives.errors import CollectivesError, InvalidArgument, Mismatch, RemoteError
 from tests.backend.groups import over
 from tests.hosts import joined
 from tests.ranks import run_ranks
@@ -200,6 +201,19 @@ def in_torch(ctx):
     )
     found["gather"] = outcome(lambda: gather(rank + 1, uneven if rank != size - 1 else [4, *uneven[1:]]))
     found["scatter"] = outcome(lambda: scatter(rank + 1, uneven if rank != size - 1 else [4, *uneven[1:]]))
+    # Rank 1's lists are short, or long.
+    ones = [torch.ones(1) for _ in range(size)]
+    wrong = ones[1:] if rank == 1 else ones
+    root = dist.get_global_rank(group, 1)
+    shorts = {
+        "all_gather": lambda: dist.all_gather(wrong, torch.ones(1), group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.ones(1), wrong, group=group),
+        "all_to_all": lambda: dist.all_to_all(ones, wrong, group=group),
+        "all_to_all outputs": lambda: dist.all_to_all(wrong, ones, group=group),
+        "gather": lambda: dist.gather(torch.ones(1), wrong if rank == 1 else None, root, group=group),
+        "scatter": lambda: dist.scatter(torch.ones(1), wrong if rank == 1 else None, root, group=group),
+    }
+    found |= {f"short {name}": outcome(call) for name, call in shorts.items()}
     y = torch.ones(2)
     dist.all_reduce(y, group=group)
     assert y.tolist() == [size] * 2
@@ -217,14 +231,132 @@ def test_in_torch_distributed(tmp_path, size):
             kind, text = found[name]
             assert (rank == 1) == (kind != "Mismatch"), (rank, name, kind, text)
             assert rank == 1 or "rank 1 takes no part, since it raised: " in text, text
+        shorts = {name: each for name, each in found.items() if name.startswith("short ")}
+        assert len(shorts) == 6
+        for name, (kind, text) in shorts.items():
+            assert kind == ("InvalidArgument" if rank == 1 else "Mismatch"), (rank, name, text)
+            assert "all_to_all" not in name or "takes a list of" in text, text
         last = size - 1
         assert found["gather"][0] == found["scatter"][0] == "Mismatch", found
         assert f"rank 0 sends 1 to rank {last}, which expects 4" in found["gather"][1]
         assert f"rank {last} sends 4 to rank 0, which expects 1" in found["scatter"][1]
 
 
-def between_nodes(ctx, machines, case):
-    """A failure between nodes ends the communicator, on all ranks at once."""
+def bad_arguments(ctx, asynchronous):
+    """Rank 1 alone can't make a call, or none can; the others get its error, and all go on."""
+    comm = ctx.new_communicator(timeout=LIMIT)
+    rank, size = ctx.rank, ctx.size
+    x, whole = torch.ones(2), torch.ones(2 * size)
+    calls = {
+        "dtype": lambda bad: comm.all_reduce(x.cfloat() if bad else x, async_op=asynchronous),
+        "op": lambda bad: comm.all_reduce(x, "sun" if bad else "sum", async_op=asynchronous),
+        "root": lambda bad: comm.broadcast(x, size if bad else 0, async_op=asynchronous),
+        "out": lambda bad: comm.all_gather(whole[:3] if bad else whole, x, async_op=asynchronous),
+        "inp": lambda bad: comm.reduce_scatter(x, whole[:3] if bad else whole, async_op=asynchronous),
+        "strides": lambda bad: comm.reduce(torch.ones(2, 2).t() if bad else x, async_op=asynchronous),
+        "equal": lambda bad: comm.all_to_all(whole, whole.double() if bad else whole.clone(), async_op=asynchronous),
+        "whole": lambda bad: comm.scatter(x, whole if bad or rank == 0 else None, async_op=asynchronous),
+    }
+    found = {}
+    for name, call in calls.items():
+        for who in ((1,), range(size)):
+            found[name, len(who)] = outcome(lambda: call(rank in who), asynchronous)  # noqa: B023
+            y = torch.ones(2)
+            comm.all_reduce(y)
+            assert y.tolist() == [size] * 2
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
+def test_a_rank_that_can_not_make_its_call(asynchronous):
+    for rank, found in enumerate(run_ranks(bad_arguments, 3, asynchronous)):
+        for (name, who), (kind, text) in found.items():
+            if rank == 1 or (who == 3 and (name, rank) != ("whole", 0)):
+                assert kind == "InvalidArgument", (name, text)
+            else:
+                assert kind == "Mismatch" and "which raised: InvalidArgument: " in text, (name, text)
+                assert "rank 1: " in text, text
+
+
+def closes_at_once(ctx):
+    """Rank 1 can't make a call to which the other rank doesn't come."""
+    comm = ctx.new_communicator(timeout=LIMIT)
+    if ctx.rank == 1:
+        begun = time.monotonic()
+        with pytest.raises(InvalidArgument):
+            comm.broadcast(torch.ones(1), 9)
+        comm.close()
+        assert time.monotonic() - begun < LIMIT / 2
+        ctx.barrier()
+        return True
+    ctx.barrier()
+    with pytest.raises(RemoteError, match="rank 1"):
+        comm.broadcast(torch.ones(1), 0)
+    comm.close()
+    return True
+
+
+def test_a_rank_that_can_not_make_its_call_closes_at_once():
+    assert run_ranks(closes_at_once, 2) == [True, True]
+
+
+@over("collectives")
+def bad_in_torch(ctx):
+    rank, size = ctx.rank, ctx.size
+    group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT))
+    x, whole = torch.ones(2), torch.ones(2 * size)
+    calls = {
+        "op": lambda bad: dist.all_reduce(x, dist.ReduceOp.BOR if bad else dist.ReduceOp.SUM, group=group),
+        "later": lambda bad: dist.all_reduce(
+            x, dist.ReduceOp.BOR if bad else dist.ReduceOp.SUM, group=group, async_op=True
+        ).wait(),
+        "out": lambda bad: dist.all_gather_into_tensor(whole[:3] if bad else whole, x, group=group),
+        "list": lambda bad: dist.all_gather([torch.ones(2)] * (size + bad), x, group=group),
+        "inp": lambda bad: dist.reduce_scatter(x, [torch.ones(2)] * (size + bad), group=group),
+        "sparse": lambda bad: dist.broadcast(torch.eye(2).to_sparse() if bad else x, 0, group=group),
+        "none": lambda bad: dist.all_to_all(*([], []) if bad else (list(whole.chunk(size)), [x] * size), group=group),
+    }
+
+    def block(bad):  # torch leaves the block open where a call in it raises
+        with dist._coalescing_manager(group, device=torch.device("cpu")):
+            dist.all_reduce(x, dist.ReduceOp.BOR if bad else dist.ReduceOp.SUM, group=group)
+
+    calls["block"] = block
+    found = {}
+    for name, call in calls.items():
+        found[name] = outcome(lambda: call(rank == 1))  # noqa: B023
+        y = torch.ones(2)
+        dist.all_reduce(y, group=group)
+        assert y.tolist() == [size] * 2
+    return found
+
+
+def test_a_rank_that_can_not_make_its_call_in_torch(tmp_path):
+    for rank, found in enumerate(run_ranks(bad_in_torch, 3, str(tmp_path / "store"))):
+        for name, (kind, text) in found.items():
+            assert kind == ("InvalidArgument" if rank == 1 else "Mismatch"), (name, text)
+            assert rank == 1 or ("rank 1: " in text and "which raised: InvalidArgument: " in text), text
+
+
+def refused_between_nodes(ctx, machines):
+    """Over several nodes a rank's wrong arguments are its own affair, as before its call."""
+    with joined(ctx, machines, timeout=LIMIT) as comm:
+        x = torch.ones(3)
+        if comm.rank == 1:
+            with pytest.raises(InvalidArgument):
+                comm.all_gather(torch.ones(4), x)
+        comm.all_reduce(x)
+        return x.tolist()
+
+
+@pytest.mark.parametrize("machines", ["ab", "aab"])
+def test_a_rank_that_can_not_make_its_call_between_nodes(machines):
+    assert run_ranks(refused_between_nodes, len(machines), machines) == [[float(len(machines))] * 3] * len(machines)
+
+
+def between_nodes(ctx, machines, case, asynchronous):
+    """Another call between nodes ends the communicator, on all ranks at once; parts that disagree don't."""
     try:
         with joined(ctx, machines, timeout=LIMIT) as comm:
             size, rank = comm.size, comm.rank
@@ -234,16 +366,28 @@ def between_nodes(ctx, machines, case):
             out = torch.empty(sum(receives))
             if case == "other" and rank == 0:
                 comm.all_reduce(torch.ones(3))
-            comm.all_to_all(out, part_of(rank, size), receives, [1] * size)
-            return out.tolist()
+            call = functools.partial(
+                comm.all_to_all, out, part_of(rank, size), receives, [1] * size, async_op=asynchronous
+            )
+            if case not in ("counts", "self"):
+                work = call()
+                if asynchronous:
+                    work.wait()
+                return out.tolist()
+            found = outcome(call, asynchronous)
+            x = torch.ones(2)
+            comm.all_reduce(x)
+            assert x.tolist() == [size] * 2
+            return found
     except CollectivesError as error:
         return type(error).__name__, str(error)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("case", ["agree", "counts", "self", "other"])
-def test_between_nodes(case):
+def test_between_nodes(case, asynchronous):
     size = 3
-    for rank, found in enumerate(run_ranks(between_nodes, size, "aab", case)):
+    for rank, found in enumerate(run_ranks(between_nodes, size, "aab", case, asynchronous)):
         if case == "agree":
             assert found == [10.0 * r + rank for r in range(size)]
             continue
@@ -286,6 +430,7 @@ def test_on_gpus_where_asked_for():
     for rank, (right, counts, own, other) in enumerate(results):
         assert right is None
         assert counts[0] == "Mismatch" and "rank 0 sends 1 to rank 1, which expects 2" in counts[1]
+        assert counts[1].startswith(f"all_to_all with splits [rank {rank}]: "), counts
         assert own[0] == ("InvalidArgument" if rank else "Mismatch"), own
         assert "rank 1 sends 1 elements to itself and receives 2" in own[1]
         assert other[0] == "Mismatch" and "rank 0: all_to_all with splits float32" in other[1], other

@@ -1,7 +1,9 @@
 """Process groups that are created, destroyed and created again over one store."""
 
 import datetime
+import os
 import threading
+import time
 
 import pytest
 import torch
@@ -63,8 +65,31 @@ def test_another_group_under_the_same_name(port, plan):
 
 
 def test_beside_the_jobs_communicator(port):
-    # In new processes: init() counts its calls in each, and those of other tests may have made unlike numbers of them.
-    run_ranks(lives, 2, port, [[0, 1], None], ("collectives", "collectives"), True, timeout=60, fresh=True)
+    run_ranks(lives, 2, port, [[0, 1], None], ("collectives", "collectives"), True, timeout=60)
+
+
+def restarted(ctx, port):
+    """Rank 0 lives on; rank 1 is another process in each life of the default group, late in the second one."""
+    for life, process in enumerate((1, 2)):
+        if ctx.rank in (0, process):
+            rank = min(ctx.rank, 1)
+            dist.init_process_group("collectives", store=connect(port), rank=rank, world_size=2, timeout=LIMIT)
+            for openings in range(2 + life):
+                if rank and life and not openings:
+                    time.sleep(1)
+                with collectives.init(timeout=20) as comm:
+                    x = torch.ones(1)
+                    comm.all_reduce(x)
+                    assert x.item() == 2
+            dist.destroy_process_group()
+        if life == 0:
+            ctx.barrier()
+            if ctx.rank == 1:
+                os._exit(3)
+
+
+def test_the_jobs_communicator_with_a_restarted_rank(port):
+    run_ranks(restarted, 3, port, timeout=60, deaths={1})
 
 
 def late_monitored_barrier(ctx, port):
@@ -112,6 +137,30 @@ def came_in_vain(ctx, port):
 
 def test_a_rank_that_came_in_vain(port):
     run_ranks(came_in_vain, 2, port)
+
+
+def killed_while_it_waits(ctx, port):
+    """Rank 1 is killed while it waits for the other one, which does not come to this life."""
+    from collectives.rendezvous.group_life import begin_life
+
+    if ctx.rank == 1:
+        threading.Timer(0.5, os._exit, (7,)).start()
+        begin_life(dist.PrefixStore("group", connect(port)), 1, 2, 30.0, "to test")
+
+
+def after_it(ctx, port):
+    from collectives.rendezvous.group_life import begin_life
+
+    if ctx.rank == 1:
+        time.sleep(1)  # rank 0 doesn't begin a life with the process that has ended, and doesn't give this one up
+    own = begin_life(dist.PrefixStore("group", connect(port)), ctx.rank, 2, 15.0, "to test")
+    own.set(f"rank{ctx.rank}", "x")
+    return own.get(f"rank{1 - ctx.rank}")
+
+
+def test_the_request_of_a_process_that_has_ended(port):
+    run_ranks(killed_while_it_waits, 2, port, deaths=[1])
+    assert run_ranks(after_it, 2, port) == [b"x", b"x"]
 
 
 def new_processes(ctx, port, round_number):

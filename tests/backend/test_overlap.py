@@ -1,6 +1,7 @@
 """Inputs that share memory with outputs: the same on all ranks, and the values of copies."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from tests.backend.groups import over
 from tests.hosts import joined
 from tests.ranks import run_ranks
+from tests.streams.simulated import needs_simulation
 
 
 def memory(rank, n):
@@ -75,6 +77,53 @@ def test_a_communicator_copies_first(machines, asynchronous):
     for wrong, calls in run_ranks(on_a_communicator, 3, machines, asynchronous):
         assert not wrong
         assert calls >= 28
+
+
+def behind_another(ctx, machines, asynchronous):
+    """The input is written by a call before, for which another rank still waits."""
+    with joined(ctx, machines) if machines else contextlib.nullcontext(ctx.communicator()) as comm:
+        size, rank, n = comm.size, comm.rank, 12
+        total = sum(memory(r, n) for r in range(size))
+        part, mine = n // size, slice(rank * n // size, (rank + 1) * n // size)
+
+        def calls(m, x):
+            """Yield (name, call, what it writes from m[1] on); x is the beginning of m, and has the total."""
+            yield "all_gather", lambda a: comm.all_gather(m[1 : 1 + size * n], x, async_op=a), total.repeat(size)
+            yield "all_reduce", lambda a: comm.all_reduce(x, out=m[1 : 1 + n], async_op=a), size * total
+            yield "reduce_scatter", lambda a: comm.reduce_scatter(m[1 : 1 + part], x, async_op=a), size * total[mine]
+            outs, inps = list(m[1 : 1 + n].split(part)), list(x.split(part))
+            yield "lists", lambda a: comm.all_to_all(outs, inps, async_op=a), total[mine].repeat(size)
+            direct = {"out": m[1 : 1 + n], "algorithm": "direct"}
+            yield "direct", lambda a: comm.all_reduce(x, async_op=a, **direct), size * total
+
+        wrong = []
+        for number in range(5):
+            for grouped in (False, True):
+                m = memory(rank, 64).to(comm.device)
+                name, call, want = list(calls(m, m[:n]))[number]
+                if grouped and name == "direct":
+                    continue
+                comm.barrier()
+                if rank == size - 1:
+                    time.sleep(0.05)
+                works = [comm.all_reduce(m[:n], async_op=True)]
+                with comm.group() if grouped else contextlib.nullcontext():
+                    works.append(call(asynchronous))
+                for work in works[: 1 + asynchronous]:
+                    work.wait()
+                if m[1 : 1 + len(want)].tolist() != want.tolist():
+                    wrong.append((name, grouped))
+    return wrong
+
+
+@pytest.mark.parametrize(("machines", "asynchronous"), [("", False), ("", True), ("aab", True)])
+def test_the_copy_is_made_in_the_order_of_the_calls(machines, asynchronous):
+    assert run_ranks(behind_another, 3, machines, asynchronous) == [[]] * 3
+
+
+@needs_simulation
+def test_the_copy_is_made_in_the_order_of_the_calls_on_gpus():
+    assert run_ranks(behind_another, 2, "", True, device="simulated") == [[]] * 2
 
 
 def algorithms(ctx):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from collectives import torch_compat
 from collectives.errors import EngineUnavailable
@@ -48,7 +50,6 @@ def test_every_name_is_there():
         assert len(torch_compat.top_saved_tensors_hooks()) == 2
     assert torch_compat.premul_sum(2.0) is not None
     assert torch_compat.open_process_groups() == {}
-    assert callable(torch_compat.disable_dynamo(lambda: None))
     for name in torch_compat.__all__:
         assert getattr(torch_compat, name) is not None
 
@@ -74,3 +75,45 @@ def test_an_older_torch_is_refused_by_its_version():
 def test_the_metadata_and_the_readme_name_the_oldest():
     assert f'"torch>={torch_compat.OLDEST},<' in (ROOT / "pyproject.toml").read_text()
     assert f"torch {torch_compat.OLDEST}" in (ROOT / "README.md").read_text()
+
+
+class Untraced:
+    @torch.no_grad()
+    def wrapped(self, x):
+        return plus_one(x)
+
+    def plain(self, x):
+        return plus_one(x)
+
+
+def plus_one(x):
+    return x + 1
+
+
+@torch.no_grad()
+def of_a_program(x):
+    return plus_one(x)
+
+
+def behind_a_break(x):
+    with contextlib.suppress(ValueError):  # Dynamo then leaves this frame alone, and looks at those below
+        torch._dynamo.graph_break()
+        y = of_a_program(x)
+    return y
+
+
+def count_graphs(function):
+    counter = CompileCounter()
+    assert torch.compile(function, backend=counter)(torch.ones(2)).tolist() == [2, 2]
+    torch._dynamo.reset()
+    return counter.frame_count
+
+
+def test_untraced_keeps_the_compiler_out_of_what_it_is_told_to_alone(monkeypatch):
+    monkeypatch.setattr(torch_compat, "_FOLDER", str(Path(__file__).parent))
+    monkeypatch.setattr(torch_compat, "__package__", "tests.base")
+    torch_compat.untraced(Untraced)
+    assert count_graphs(Untraced().plain) == count_graphs(Untraced().wrapped) == 0
+    assert count_graphs(behind_a_break) == 1  # of a function whose wrapper has the code of `wrapped`'s
+    calls_other = torch_compat.untraced(recursive=False)(lambda x: plus_one(x))
+    assert count_graphs(calls_other) == 1

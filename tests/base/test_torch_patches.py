@@ -18,3 +18,23 @@ def test_the_norm_of_torch_is_restored():
         for patch in reversed(torch_patches.applied_patches()[before:]):
             torch_patches.undo_patch(patch)
     assert torch.nn.utils.get_total_norm([torch.ones(4)]) == 2 == norm([torch.ones(4)])
+
+
+def test_an_attribute_is_restored():
+    """One of the class itself, and one that it inherits, which is then inherited again."""
+
+    class Base:
+        value = 1
+
+    class Derived(Base):
+        own = 2
+
+    before = torch_patches.applied_patches()
+    patches = [torch_patches.patch_attribute(Derived, name, 7, "a test") for name in ("own", "value")]
+    assert (Derived.own, Derived.value, Base.value) == (7, 7, 1)
+    assert [(each.target, each.reason) for each in patches] == [("Derived.own", "a test"), ("Derived.value", "a test")]
+    assert torch_patches.applied_patches() == [*before, *patches]
+    for patch in patches:
+        torch_patches.undo_patch(patch)
+    assert (Derived.own, Derived.value) == (2, 1) and "value" not in vars(Derived)
+    assert torch_patches.applied_patches() == before

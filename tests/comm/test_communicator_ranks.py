@@ -148,14 +148,13 @@ def premultiplied(comm):
 
 
 def roots_only(comm):
-    if comm.rank == 1:
-        for use in (
-            lambda: comm.gather(torch.ones(comm.size), torch.ones(1), 0),
-            lambda: comm.scatter(torch.ones(1), torch.ones(comm.size), 0),
-        ):
-            with pytest.raises(InvalidArgument, match="pass None on the other ranks"):
-                use()
-    comm.barrier()
+    for use in (
+        lambda whole: comm.gather(whole, torch.ones(1), 0),
+        lambda whole: comm.scatter(torch.ones(1), whole, 0),
+    ):
+        kind = InvalidArgument if comm.rank == 1 else Mismatch
+        with pytest.raises(kind, match="pass None on the other ranks"):
+            use(torch.ones(comm.size) if comm.rank < 2 else None)
     with pytest.raises(InvalidArgument, match=f"0 to {comm.size - 1}"):
         comm.broadcast(torch.ones(1), comm.size)
     with pytest.raises(InvalidArgument, match="share evenly"):

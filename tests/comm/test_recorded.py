@@ -13,8 +13,9 @@ from functools import partial
 import pytest
 import torch
 
+import collectives
 from collectives import errors
-from collectives._nccl import StepList
+from collectives._nccl import STEP_KINDS, StepList
 from collectives.comm.multinode import recorded
 from tests.hosts import joined
 from tests.ranks import Died, run_ranks
@@ -295,3 +296,31 @@ def long_limit(ctx):
 
 def test_a_long_time_limit():
     run_ranks(long_limit, 2, timeout=60)
+
+
+def step(kind, first=0, end=0):
+    return STEP_KINDS[kind], 0, 0, 0, 0, 0, 0, first, end
+
+
+@pytest.mark.parametrize(
+    "message, steps, messages, kernels",
+    [
+        ("step 1 uses messages, sources or a kernel", [step("group_start"), step("kernel")], [], []),
+        ("step 0 uses messages, sources or a kernel", [step("begin_messages", end=1)], [], []),
+        ("step 0 uses messages, sources or a kernel", [step("end_messages", first=1)], [], []),
+        ("message 0 has no socket", [], [(0, True, 0, 4)], []),
+        ("kernel 0 takes [0-9]+ bytes of arguments", [], [], [b"short"]),
+    ],
+)
+def test_a_list_of_steps_that_names_what_is_not_there(message, steps, messages, kernels):
+    with collectives.init(engine="host") as comm, pytest.raises(errors.InvalidArgument, match=message):
+        StepList(comm._native, 0, steps, messages, kernels, [], [])
+
+
+def test_steps_that_are_not_in_the_list_are_not_run():
+    with collectives.init(engine="host") as comm:
+        steps = StepList(comm._native, 0, [], [], [], [], [])
+        for first, end, bases in ((0, 1, ()), (-1, 0, ()), (1, 0, ()), (0, 0, (1, 2, 3, 4))):
+            with pytest.raises(errors.InvalidArgument, match=f"steps {first} to {end} of 0, {len(bases)} bases"):
+                steps.run(first, end, bases, None, 1)
+        assert steps.run(0, 0, (), None, 1) is None

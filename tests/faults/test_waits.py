@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import errors, fused_allreduce
 from collectives.comm import liveness as presence
 from collectives.comm import waiting
+from collectives.comm.error_ranks import renumber_error
 from collectives.comm.multinode.error_store import ErrorStore
 from collectives.rendezvous.control import dup_on_host
 from tests.hosts import joined
@@ -180,6 +181,20 @@ def test_a_long_wait_is_said_on_the_log():
     for purpose in ("rank 1 to open the communicator of process group", "other ranks to open a second communicator"):
         assert any(purpose in line for line in lines), lines
     assert "; it goes on for at most 30 s more" in lines[0]
+
+
+def test_a_channels_wait_has_the_groups_rank_numbers(caplog):
+    purpose = "to send from rank 0 to rank 1 of process group 'x'"
+    with mock.patch.object(waiting, "LOG_AFTER_S", 0.0):
+        wait = waiting.RankWait(purpose, 0, 2, 0.5, logged_ranks=(5, 7))
+        wait.check(lambda: [1])
+    assert caplog.messages[0].startswith("rank 5 has waited 0 s for rank 7 to send from rank 5 to rank 7 of process")
+    time.sleep(0.5)
+    with pytest.raises(errors.CollectiveTimeout) as caught:
+        wait.check(lambda: [1])
+    found = renumber_error(caught.value, (5, 7), op="send", rank=5)
+    text = "rank 7 did not come within 0.5 s to send from rank 5 to rank 7 of process group 'x'"
+    assert (found.message, found.peers) == (text, (7,))
 
 
 # ---- Processes.

@@ -24,9 +24,20 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def wrong_gradients(ctx, ddp, call, factor=1.0):
-    """Largest difference to the gradient of all ranks' mean loss, over two steps."""
-    whole, worst = Net(), 0.0
+class Pair(nn.Module):
+    """Two modules that are both used in each step."""
+
+    def __init__(self, one, other):
+        super().__init__()
+        self.one, self.other = one, other
+
+    def forward(self, x):
+        return self.one(x) + self.other(x.flip(0))
+
+
+def wrong_gradients(ctx, ddp, call, factor=1.0, whole=None):
+    """Largest difference to the gradient of all ranks' mean loss, over two steps. `whole`: of one process."""
+    whole, worst = Net() if whole is None else whole, 0.0
     for step in range(2):
         ddp.zero_grad()
         whole.zero_grad()
@@ -51,6 +62,8 @@ def compiled_in_every_way(ctx):
     found["compiled DDP"] = wrong_gradients(ctx, ddp, compile(ddp))
     ddp = with_hook(compile(Net()))
     found["DDP of a compiled module"] = wrong_gradients(ctx, ddp, ddp)
+    pair = Pair(with_hook(Net()), with_hook(Net()))
+    found["two DDP objects in one function"] = wrong_gradients(ctx, pair, compile(pair), whole=Pair(Net(), Net()))
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         ddp = with_hook(Net())
         found["pairs, nothing compiled"] = wrong_gradients(ctx, ddp, ddp)
@@ -64,7 +77,7 @@ def compiled_in_every_way(ctx):
 
 def test_compiled_models_get_the_same_gradients(tmp_path):
     for found in run(compiled_in_every_way, 2, tmp_path / "store", timeout=240):
-        assert len(found) == 5
+        assert len(found) == 6
         assert max(found.values()) < 1e-6, found
 
 

@@ -85,7 +85,7 @@ def test_all_arguments_are_shown_and_others_refused():
         name: parameter.default for name, parameter in list(shown.items())[4:]
     }
     for name in HookOptions.__dataclass_fields__:
-        assert f"- `{name}`, " in HookOptions.__doc__
+        assert f"    {name}: " in HookOptions.__doc__
     with pytest.raises(TypeError, match="unexpected keyword argument 'wires': did you mean 'wire'"):
         HookState(wires="int8")
     with pytest.raises(TypeError, match="did you mean 'process_group'"):

@@ -110,6 +110,7 @@ CASES = {
     "GradScaler, masters": ("masters", {}, {"scaled": True}),
     "bf16": ("momentum", {"wire": "bf16", "error_feedback": True}, {}),
     "max_norm": ("adamw", {"max_norm": 0.5}, {}),
+    "int8, max_norm": ("momentum", {"wire": "int8", "error_feedback": True, "max_norm": 0.5}, {}),
     "max_norm, GradScaler, accumulation": ("momentum", {"max_norm": 0.5}, {"scaled": True, "parts": 2}),
 }
 
@@ -133,7 +134,7 @@ def check_case(ctx, case):
         finite = [pair for pair in zip(ours["norms"], plain["norms"], strict=True) if math.isfinite(pair[1])]
         assert len(finite) >= 5
         if not how.get("scaled"):  # of which the norm has the factor
-            assert all(a == pytest.approx(b, rel=1e-4) for a, b in finite)
+            assert all(a == pytest.approx(b, rel=1e-2 if "wire" in options else 1e-4) for a, b in finite)
     elif exact:  # 1/n, and less than 16 bytes a rank and bucket; at most 8 buckets, of 3 states
         assert ours["held"] <= plain["held"] / ctx.size + 16 // RULES[rule][2].itemsize * ctx.size * 8 * 3, case
         assert how.get("scaled") or ours["sent"] == pytest.approx(plain["sent"], rel=0.1), case

@@ -338,6 +338,24 @@ def test_numpy_arrays_are_taken_by_pointer():
     assert all(map(same_bits, snapshot(a), snapshot(b)))
 
 
+def test_tensors_that_are_dense_in_another_order():
+    shape = (4, 3, 5, 6)
+    plain = {key: values(360, F32, i).view(shape) for i, key in enumerate("pgmv")}
+    plain["v"].abs_()
+    other = {key: each.clone().contiguous(memory_format=torch.channels_last) for key, each in plain.items()}
+    turned = {key: each.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for key, each in plain.items()}
+    for a in (plain, other, turned):
+        kernels.adam_step(a["p"], a["g"], a["m"], a["v"], lr=LR, step=1)
+    assert torch.equal(plain["p"], other["p"]) and torch.equal(plain["p"], turned["p"])
+    assert torch.equal(plain["v"], other["v"]) and torch.equal(plain["v"], turned["v"])
+    with pytest.raises(InvalidArgument, match=r"grad 0 has strides .* and param 0 .*: they must be the same"):
+        kernels.sgd_step(other["p"], plain["g"], lr=LR)
+    with pytest.raises(InvalidArgument, match=r"grad 0 of shape .* isn't contiguous"):
+        kernels.sgd_step(plain["p"], other["g"], lr=LR)
+    with pytest.raises(InvalidArgument, match=r"tensor 0 of shape .* isn't contiguous"):
+        kernels.pack([turned["p"]], torch.empty(360))
+
+
 # ---- GPUs.
 @pytest.mark.gpu
 @pytest.mark.parametrize("param_type, grad_type, master", TYPES, ids=str)

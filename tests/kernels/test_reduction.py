@@ -202,7 +202,7 @@ def test_fp64_is_rounded_once(way, name):
 def test_numpy_arrays_and_tables_are_used_as_they_lie(way):
     sources = [np.arange(5, dtype=np.float32) * k for k in range(4)]
     table = Sources(sources)
-    assert (table.count, table.dtype, table.nbytes, len(table.arrays)) == (5, "float32", 20, 4)
+    assert (table.count, table.dtype, table.nbytes, len(table.arrays)) == (5, torch.float32, 20, 4)
     out = np.zeros(5, dtype=np.float32)
     with way[1]():
         reduce_n(table, out)

@@ -46,7 +46,10 @@ def test_dtypes():
     """torch's, NumPy's and their names."""
     kernels.pack(kernels.Table([ONE], "bfloat16"), torch.zeros(8, dtype=torch.bfloat16))
     for dtype in (np.float32, np.dtype("float32"), "float32"):
-        kernels.pack(kernels.Table([ONE], dtype), np.zeros(4, dtype=np.float32))
+        table = kernels.Table([ONE], dtype)
+        assert table.dtype is torch.float32
+        kernels.pack(table, np.zeros(4, dtype=np.float32))
+    assert kernels.Table([], ">f4").dtype == np.dtype(">f4")  # torch has none
     for dtype in ("nothing", 3.5, torch.qint8, torch.bits8, np.dtype("V12"), object(), None, {"a": 1}, ONE):
         with pytest.raises(InvalidArgument, match="^Table: (the flat buffer's dtype must|there are no flat)"):
             kernels.Table([], dtype)

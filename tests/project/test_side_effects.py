@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +15,14 @@ import torch
 
 import collectives
 from collectives.comm import config
-from tests.programs import run_python
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "side-effects.md").read_text()
 PROGRAM = """
-import json, os, signal, sys, warnings
+import json, os, signal, sys, types, warnings
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+assert "collectives" not in sys.modules
 
 
 def state():
@@ -37,10 +39,30 @@ def patches():
     return {each.target: each.reason for each in applied_patches()}
 
 
-before, found = state(), {}
+def functions():  # and classes of torch's modules, and the functions of the latter, by their names there
+    found = {}
+    for module in [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == "torch"]:
+        for name, value in list(vars(module).items()):
+            if issubclass(type(value), types.FunctionType | type):  # isinstance would look at lazy objects
+                found[module.__name__, name] = value
+            if issubclass(type(value), type) and value.__module__ == module.__name__:
+                members = list(vars(value).items())
+                found |= {(value, name): each for name, each in members if isinstance(each, types.FunctionType)}
+    return found
+
+
+torch.optim.SGD([torch.zeros(1)], 0.1)  # torch itself wraps the class's step then
+before, own, found = state(), functions(), {}
+
+
+def replaced():
+    now = functions()
+    return sorted({name for (owner, name), each in own.items() if now.get((owner, name)) is not each})
+
+
 import collectives
 found["changed"] = [name for name, value in state().items() if value != before[name]]
-found["import"] = patches()
+found["import"], found["replaced by the import"] = patches(), replaced()
 with collectives.init() as comm:
     comm.all_reduce(torch.ones(4))
     found["communicator"] = patches()
@@ -57,14 +79,24 @@ with collectives.init() as comm:
     dist.init_process_group("collectives", store=dist.HashStore(), rank=0, world_size=1)
     found["group"] = patches()
     dist.destroy_process_group()
+    collectives.sharded.fully_shard(torch.nn.Linear(2, 2), comm=comm)
+    import collectives.auto
+    from collectives.elastic.agent import install_agent
+    install_agent()
+    collectives.horovod.init()
+    linear = torch.nn.Linear(2, 2)
+    collectives.horovod.DistributedOptimizer(torch.optim.SGD(linear.parameters(), 0.1), linear.named_parameters())
+found["all"], found["replaced"] = patches(), replaced()
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def found():
+    # A process of its own: the fork server of tests/programs.py has imported this package, as torch's checkpoints do.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "COLLECTIVES_ENGINE": "host", "OMP_NUM_THREADS": "1"}
-    done = run_python(PROGRAM, **alone)
+    command, env = [sys.executable, "-c", PROGRAM], {**os.environ, **alone}
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -89,8 +121,13 @@ def test_each_feature_changes_what_it_needs(found):
 
 
 def test_all_of_them_are_on_the_page_with_a_reason(found):
-    assert all(found["group"].values())
-    assert {name for name in names(found["group"]) if not re.search(rf"\b{name}`", PAGE)} == set()
+    assert all(found["all"].values())
+    assert {name for name in names(found["all"]) if not re.search(rf"\b{name}`", PAGE)} == set()
+
+
+def test_no_function_of_torch_is_replaced_but_those(found):
+    assert set(found["replaced by the import"]) == names(found["import"])
+    assert {"send", "load_state_dict", "_apply", "forward", "unscale_"} <= set(found["replaced"]) <= names(found["all"])
 
 
 def test_nccls_order_of_launches_is_set_by_torchs_nccl_at_the_import(monkeypatch):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import functools
 
-from . import build, device, graphs
+from . import device, graphs
 from .checker import checker, site
 
 WIDTHS = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]  # bytes of an element, by NCCL's code
@@ -171,19 +169,6 @@ def uses_of(args) -> list:
     return uses.found
 
 
-@functools.cache
-def text_of(source: str):
-    """A source as a library of the host; built once for all processes."""
-    from tests.kernels import shim
-
-    folder = build.ROOT / "build" / "streams-kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    shim.folder = lambda: folder  # what lies there has names made of its text
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return shim.Text(source)
-
-
 loads: list[str] = []  # the kernels that this process would have compiled and loaded into a GPU, in order
 _loaded: set[tuple[str, int]] = set()
 
@@ -200,6 +185,7 @@ def launch(kernel, args, on, rows=None, kept=None) -> None:
     import torch
 
     from collectives.kernels import cuda
+    from tests.kernels import shim
 
     index = torch.cuda.current_device() if on.index is None else on.index
     load(kernel, index)
@@ -219,7 +205,7 @@ def launch(kernel, args, on, rows=None, kept=None) -> None:
     tiles = args.work.tiles
 
     def run():
-        text_of(kernel.source).run(kernel.name, values, max(1, min(3, tiles)), 64, "forward", 60.0)
+        shim.text_of(kernel.source).run(kernel.name, values, max(1, min(3, tiles)), 64, "forward", 60.0)
 
     if capture is not None:
         capture.uses(accesses, f"kernel {kernel.name}", stream, where)

@@ -22,6 +22,7 @@ from ...cuda_state import is_capturing, new_comm_stream, stream_from_address
 from ...errors import Aborted, CollectivesError, InternalError, InvalidArgument, InvalidUsage
 from ..arguments import stream_handle
 from ..fingerprint import PREMUL, check_calls, fingerprint_of
+from ..group import make_copies
 from ..memory import storage_of
 from ..work import Work
 from .call_check import CallCheck
@@ -52,13 +53,13 @@ class AlgorithmExecutor:
 
     def run(
         self, name: str, algorithm: str, dst: Buffer, src: Buffer, held: tuple, code: int, scalar, async_op: bool,
-        stream,
+        stream, copies=(),
     ) -> Work | None:  # fmt: skip
         """Carry out one validated call; it blocks on the host and not on CUDA.
 
         `dst`, `src`: the output and the input, the same for an all-reduce; `held`: the arrays, the
         output first; `code`: of the op; `scalar`: (value, dtype code) of a premultiplied sum, or
-        None; `stream`: the caller's, or None.
+        None; `stream`: the caller's, or None; `copies`: see `make_copies`.
         """
         comm = self._comm
         gathers = name == "all_gather"
@@ -81,6 +82,8 @@ class AlgorithmExecutor:
         if self._native is None:
             self._open_native(label, fingerprint)
         if not async_op:
+            if copies:
+                make_copies(comm, copies, handle)
             if not comm._on_host:
                 self._run_on_streams(key, src.ptr, dst.ptr, factor, handle)
                 return None
@@ -89,10 +92,12 @@ class AlgorithmExecutor:
             self._execute_steps(call_check, key, src.ptr, dst.ptr, factor)
             return None
         work = Work(name, max(dst.nbytes, src.nbytes), held[0])
-        held = (*held, *map(storage_of, held))
+        held = (*held, *map(storage_of, held), *copies)
         queue = comm._queue
         handle = queue.begin(name, None if stream is None else handle)
         try:
+            if copies:
+                make_copies(comm, copies, handle)
             if comm._on_host:
                 call_check = CallCheck(comm, label, fingerprint)
                 final_error = self._enqueue(queue, handle, call_check, key, src.ptr, dst.ptr, factor)
@@ -264,7 +269,8 @@ class AlgorithmExecutor:
 
 
 def run_algorithm(
-    comm, algorithm: str, name: str, dst: Buffer, src: Buffer, held: tuple, code: int, scalar, async_op: bool, stream
+    comm, algorithm: str, name: str, dst: Buffer, src: Buffer, held: tuple, code: int, scalar, async_op: bool, stream,
+    copies=(),
 ) -> Work | None:
     """Carry out a communicator's validated call by the ring or direct algorithm.
 
@@ -273,4 +279,4 @@ def run_algorithm(
     comm._check_open(name)
     if comm._algorithms is None:
         comm._algorithms = AlgorithmExecutor(comm, comm._chunk)
-    return comm._algorithms.run(name, algorithm, dst, src, held, code, scalar, async_op, stream)
+    return comm._algorithms.run(name, algorithm, dst, src, held, code, scalar, async_op, stream, copies)

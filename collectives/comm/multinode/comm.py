@@ -59,6 +59,10 @@ def open_multinode(engine: Engine, rendezvous, rank: int, seconds: float) -> tup
     return replace(engine, library=library), native
 
 
+class _PartsMismatch(NodeMismatch):
+    """What a comparison of parts has found, on all ranks when all have exchanged them."""
+
+
 class NoFastPath:
     """Stand-in for `_nccl.ArrayCalls` that takes no call: all calls take the general path."""
 
@@ -141,6 +145,10 @@ class MultiNodeComm:
         try:
             self.collectives.begin_call(self._timeout, call.label)
             call.body()
+        except _PartsMismatch as error:  # all ranks have it, and the communicator goes on
+            error.error.op = call.label[0] or call.op
+            call.record_end(error.error)
+            raise error.error from error
         except Exception as error:
             found = self._fail(error, call.label[0] or call.op)
             call.record_end(found)
@@ -220,6 +228,16 @@ class MultiNodeComm:
             return self.collectives.intra_node.probe(local_rank)
         return self._connections.has_input(peer)
 
+    def wait_for_input(self, peer: int) -> bool:
+        """Block until anything has come from a rank of another node; return False past the time limit."""
+        return self._connections.has_input(peer, self._timeout)
+
+    def check_peer(self, peer: int) -> None:
+        """Raise `RemoteError` where a rank of another node has left, or its process has ended."""
+        if self._connections.is_lost(peer):
+            error = TransferError(peer, False, "it was closed")
+            raise self._fail(error, "recv") from error
+
     def all_to_all(self, send, recv, count, dtype, stream=0, config=None) -> None:
         self._add_p2p_collective("all_to_all", send, recv, count, dtype, -1, stream)
 
@@ -238,7 +256,7 @@ class MultiNodeComm:
             try:
                 self.library.check_parts(all, self.size, self.rank)
             except Mismatch as error:
-                raise NodeMismatch(error) from error
+                raise _PartsMismatch(error) from error
 
         self._add_call("all_to_all", count, dtype, compare, stream)
 

@@ -225,11 +225,14 @@ class NodeConnections:
         """Return whether a rank has closed its connection, or its process has ended."""
         return _is_hung_up(self._sockets[peer])
 
-    def has_input(self, peer: int) -> bool:
-        """Return whether there is something to receive from a rank, or its connection has ended."""
+    def has_input(self, peer: int, seconds: float | None = 0.0) -> bool:
+        """Return whether there is something to receive from a rank, or its connection has ended.
+
+        Blocks until it is so, at most ``seconds`` (None: no limit).
+        """
         poll = select.poll()
         poll.register(self._sockets[peer], select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(_LONGEST_POLL_MS if seconds is None else min(1000.0 * seconds, _LONGEST_POLL_MS)))
 
     def abort(self) -> None:
         """End all connections, from any thread. Exchanges of this rank and of its peers fail.

@@ -30,15 +30,19 @@ def run(func=None, *, reset_limit: int | None = None, min_np: int | None = None)
     others. Process sets other than the global one end with the old job.
 
     Any other exception ends the job: the rank that has it raises it, and the others raise
-    `HorovodInternalError` that names it. The job also ends with fewer than ``min_np`` ranks
-    (HOROVOD_ELASTIC_MIN_NP, default 1), after more than ``reset_limit`` recoveries
-    (HOROVOD_ELASTIC_RESET_LIMIT, default no limit), and at the third failure in a row in which no
-    rank has died and nothing was committed. Ranks that are alive are waited for
-    HOROVOD_ELASTIC_TIMEOUT seconds (600).
+    `HorovodInternalError` that names it. The job also ends with too few ranks, after too many
+    recoveries, and at the third failure in a row in which no rank has died and nothing was
+    committed. Ranks that are alive are waited for HOROVOD_ELASTIC_TIMEOUT seconds (600).
 
-    Without that launcher it works for the ranks of one node on the host engine, under a launcher that
-    doesn't end the surviving ranks, and no rank joins later. With other engines, or several nodes,
-    the first failure is then raised as it is.
+    Without that launcher it works for the ranks of one node on the host engine, under a launcher
+    that doesn't end the surviving ranks, and no rank joins later. With other engines, or several
+    nodes, the first failure is then raised as it is.
+
+    Args:
+        func: The training. None: the call returns the decorator.
+        reset_limit: The largest number of recoveries. None: HOROVOD_ELASTIC_RESET_LIMIT, else no
+            limit.
+        min_np: The least number of ranks. None: HOROVOD_ELASTIC_MIN_NP, else 1.
     """
     _check_count(reset_limit, "reset_limit", 0)
     _check_count(min_np, "min_np", 1)

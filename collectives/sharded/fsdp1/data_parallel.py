@@ -42,22 +42,28 @@ class ShardedDataParallel(ShardedModule):
     """Shard a module, as FullyShardedDataParallel does; in place: returns the module itself, whose
     names don't change.
 
-    `process_group`: the ranks; two of them, (the shards', the replicas'), for HYBRID_SHARD;
-    `device_mesh` or `comm` in its place; None: the default group. `sharding_strategy`: a
-    `ShardingStrategy`, FULL_SHARD unless given; torch's own enums are taken, too. `cpu_offload`:
-    ``CPUOffload(offload_params=True)``. `auto_wrap_policy`: which submodules become units of their
-    own, see `collectives.sharded.wrap`; None: all is one unit, except submodules that are sharded
-    already. `backward_prefetch`, `forward_prefetch`: prefetch the next unit, where the all-gather
-    can overlap with computation: on a GPU, or on spare cores. `limit_all_gathers` changes nothing:
-    an all-gather waits, on the GPU, for the computation that had its memory before, and no more
-    than one unit is prefetched. `mixed_precision`: a `MixedPrecision`. `device_id`: where it
-    computes; the module is moved there, unit by unit. `sync_module_states`: take rank 0's
-    parameters and buffers. `param_init_fn`: allocates and initialises modules on the meta device;
-    None: ``to_empty`` and ``reset_parameters()``. `ignored_modules`, `ignored_states`: modules, or
-    parameters, that stay as they are. `use_orig_params` changes nothing: the optimizer always gets
-    each parameter's shard. `hook_state`: a `collectives.HookState`.
-
     A collective, which blocks. Raises what `collectives.sharded.fully_shard` raises, on all ranks.
+    The arguments are FullyShardedDataParallel's, and two more:
+
+    - `process_group`: the ranks; two of them, (the shards', the replicas'), for HYBRID_SHARD.
+      `device_mesh` or `comm` in its place. None: the default group.
+    - `sharding_strategy`: a `ShardingStrategy`, FULL_SHARD unless given; torch's own enums are
+      taken, too.
+    - `cpu_offload`: ``CPUOffload(offload_params=True)``.
+    - `auto_wrap_policy`: which submodules become units of their own, see
+      `collectives.sharded.wrap`. None: all is one unit, except submodules that are sharded already.
+    - `backward_prefetch`, `forward_prefetch`: prefetch the next unit, where the all-gather can
+      overlap with computation: on a GPU, or on spare cores.
+    - `limit_all_gathers` changes nothing: an all-gather waits, on the GPU, for the computation that
+      had its memory before, and no more than one unit is prefetched.
+    - `mixed_precision`: a `MixedPrecision`.
+    - `device_id`: where it computes; the module is moved there, unit by unit.
+    - `sync_module_states`: take rank 0's parameters and buffers.
+    - `param_init_fn`: allocates and initialises modules on the meta device. None: ``to_empty`` and
+      ``reset_parameters()``.
+    - `ignored_modules`, `ignored_states`: modules, or parameters, that stay as they are.
+    - `use_orig_params` changes nothing: the optimizer always gets each parameter's shard.
+    - `hook_state`: a `collectives.HookState`.
     """
 
     def __new__(

@@ -75,15 +75,16 @@ ncclResult_t collHostQueueGetError(collHostQueue_t queue, uint64_t ticket, collH
 // The operation that is in progress on a communicator: its op, seq and bytes, and in peers the ranks
 // that it waits for. op is empty when nothing is in progress.
 ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info);
-// Whether rank `peer` has begun an ncclSend to this rank that no ncclRecv here has begun to take.
-// Never blocks.
+// Whether rank `peer` has begun an ncclSend to this rank that no ncclRecv here has begun to take, or
+// can't send any more: collHostCommPeek would not wait. Never blocks.
 ncclResult_t collHostCommProbe(ncclComm_t comm, int peer, int* waiting);
 // Numbers that a layer above gives to a send, and that the receiver reads before it receives: of the
 // calling thread's next ncclSend.
 enum { collHostHeaderWords = 4 };
 ncclResult_t collHostSetHeader(const int64_t header[collHostHeaderWords]);
 // Waits until rank `peer` has begun an ncclSend to this rank that no ncclRecv here has begun to take,
-// and gives its header. After an error other than a peer's the communicator can be used as before.
+// and gives its header. A peer that can't go on any more is an error: it has given its send up. After
+// an error other than a peer's the communicator can be used as before.
 ncclResult_t collHostCommPeek(ncclComm_t comm, int peer, int64_t header[collHostHeaderWords]);
 
 // Sets the names of the calling thread's next operation and of its element type in reports: for a
