@@ -1,86 +1,204 @@
-"""Sharded parameters: the two forms of each one, and the layout of a flat buffer of them.
+"""Parameters of a unit: each one's two forms, and the flat buffers of a group of them.
 
-A parameter's *shard* is the part of it that this rank owns, as a Parameter that the optimizer
-steps. Its *full* form is a Parameter of the original shape, a view of the gathered buffer while
-there is one.
+A parameter is *sharded* outside of forward and backward: a Parameter whose data is a RaggedTensor of
+this rank's part, which optimizers step. It is *full* inside: a plain Parameter that views the group's
+gathered buffer. Both objects live as long as the unit; the module holds one of them.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DeviceMesh
 
-from ..layout import Layout, bucket_layout, pad_count
+from .arena import Arena
+from .layout import plan_layout
+from .placement import RaggedShard
+from .ragged_tensor import RaggedTensor
 
-__all__ = ["ShardedParam", "shard_layout"]
-
-
-def shard_layout(counts: list[int], dtypes, ranks: int, align: int = 0) -> tuple[Layout, int]:
-    """Place parameters of these element counts in a flat buffer; return the layout and the elements
-    of a rank's shard.
-
-    Each parameter, and each shard, begins at a multiple of 16 bytes in all `dtypes` in which the
-    buffer is sent. `align`: a shard is a multiple of so many elements; 0: no further rule.
-    """
-    narrowest = min(dtype.itemsize for dtype in dtypes)
-    layout = bucket_layout(counts, narrowest)
-    each = -(-layout.total // ranks)
-    return layout, max(pad_count(each, narrowest), -(-each // align) * align if align else 0)
+__all__ = ["ParamGroup", "ShardedParam"]
 
 
 class ShardedParam:
-    """One parameter of a unit.
+    """One parameter.
 
-    `names`: the first is its own, the others are those of tied weights. `places`: the modules and
-    attributes that hold it. `offset`: its first element in the flat buffer. This rank owns its
-    elements ``[start, start + shard.numel())``, which begin at `shard_offset` in the flat shard.
+    Attributes:
+        names: Its name in the unit's module, then those of tied weights.
+        places: The (module, attribute) pairs that hold it.
+        sharded: The Parameter of this rank's part.
+        full: The Parameter of the whole, which has memory while the group is gathered.
+        offset: Its first element in the group's flat buffer.
     """
 
-    __slots__ = (
-        "__weakref__", "accumulated_grad", "count", "expects_grad", "full", "grad_is_new", "has_grad_hook",
-        "has_grad_in_backward", "has_unreduced_grad", "names", "offset", "places", "requires_grad", "shape", "shard",
-        "shard_offset", "start", "stride", "substitute",
-    )  # fmt: skip
+    __slots__ = ("full", "names", "offset", "placement", "places", "shape", "sharded", "start")
 
-    def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], original: nn.Parameter):
+    def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], shape: torch.Size):
         self.names = names
         self.places = places
-        self.shape = original.shape
-        self.stride = torch.empty(self.shape, device="meta").stride()  # contiguous, whatever the original's is
-        self.count = original.numel()
-        self.offset = self.shard_offset = self.start = 0
-        self.shard: nn.Parameter | None = None
-        self.full: nn.Parameter | None = None
-        self.substitute: torch.Tensor | None = None  # held by the modules while a state dict is made or loaded
-        self.accumulated_grad: torch.Tensor | None = None  # unreduced gradient, in reduce_dtype
-        self.has_grad_in_backward = False  # in the backward in progress
-        self.has_unreduced_grad = False  # in it, or in one since the last reduction
-        self.requires_grad = original.requires_grad
-        self.has_grad_hook = False  # a hook reports its gradient
-        self.expects_grad = self.requires_grad  # it had a gradient in the last backward
-        self.grad_is_new = False  # the shard had no gradient before this backward
+        self.shape = shape
 
     @property
     def name(self) -> str:
         return self.names[0]
 
-    # as_strided is one call where a slice and its view are two, at four times its time.
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part, in the flat shard."""
+        return self.sharded._local_tensor
 
-    def full_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """View this parameter, in its original shape, in a flat buffer of the whole group."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+    def view_full(self, flat: torch.Tensor) -> torch.Tensor:
+        """View the whole parameter in a flat buffer of the whole group."""
+        return flat[self.offset : self.offset + self.shape.numel()].view(self.shape)
 
-    def shard_view(self, flat: torch.Tensor, n: int | None = None) -> torch.Tensor:
-        """View this parameter's part of a flat shard, with as many dimensions as the parameter, so
-        that ``p.dim()`` is right. `n`: its elements; None: those of `shard`.
-        """
-        n = self.shard.numel() if n is None else n
-        at = flat.storage_offset() + self.shard_offset
-        if n == self.count:
-            return flat.as_strided(self.shape, self.stride, at)
-        # With the 1s in front: an embedding of (n, 1), read by mistake, would broadcast in silence.
-        ones = len(self.shape) - 1
-        return flat.as_strided((1,) * ones + (n,), (n,) * ones + (1,), at)
+    def view_shard(self, flat: torch.Tensor) -> torch.Tensor:
+        """View this rank's part in a flat shard."""
+        local = self.local
+        return flat[self.start : self.start + local.numel()].view(local.shape)
 
-    def __repr__(self):
-        return f"<ShardedParam {self.name}, {tuple(self.shape)}, {self.shard.numel()} of {self.count} elements here>"
+    def register(self, param: nn.Parameter) -> None:
+        """Have the modules hold one of the two forms."""
+        for module, attribute in self.places:
+            module._parameters[attribute] = param
+
+
+class ParamGroup:
+    """The parameters of a unit with one dtype, trainable or frozen, in one flat buffer.
+
+    Attributes:
+        shard: This rank's part of the flat buffer: `part` elements, which the sharded parameters view.
+        full: The gathered buffer, which the full parameters view; it has memory while it is gathered.
+    """
+
+    def __init__(
+        self, members: list[tuple[ShardedParam, nn.Parameter]], mesh: DeviceMesh, comm, arena: Arena | None, *,
+        gather_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, block: int,
+    ):  # fmt: skip
+        self.params = [param for param, _ in members]
+        originals = [original.detach() for _, original in members]
+        self.comm, self._arena = comm, arena
+        self.rank, self.size = (0, 1) if comm is None else (comm.rank, comm.size)
+        first = members[0][1]
+        self.dtype, self.requires_grad = first.dtype, first.requires_grad
+        casts = self.dtype.is_floating_point
+        self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
+        self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
+        sizes = [each.numel() for each in originals]
+        rows = [max(1, each[0].numel() if each.dim() and len(each) else 1) for each in originals]
+        narrowest = min(each.itemsize for each in (self.dtype, self.gather_dtype, self.reduce_dtype))
+        self.layout = plan_layout(
+            sizes, [row * block if row > 1 else 1 for row in rows], self.size, itemsize=narrowest
+        )
+        self.part = self.layout.part
+        self.numel = self.part * self.size
+        self._make_shards(members, originals, rows, mesh)
+        self._make_full(members)
+
+    def _make_shards(self, members, originals, rows, mesh) -> None:
+        empty = torch.empty if self.comm is None or self.comm.device.type != "cpu" else self.comm.empty
+        self.shard = empty(self.part, dtype=self.dtype)
+        self.shard.zero_()  # padding is sent, too, and in 8 bits it shares a scale with its neighbours
+        for index, (param, original) in enumerate(members):
+            full, row = originals[index], rows[index]
+            cuts = self.layout.cuts(index, full.numel(), self.size)
+            by_rows = self.layout.by_rows[index] and full.dim() > 0
+            param.offset = self.layout.offsets[index]
+            param.placement = RaggedShard([-(-cut // row) for cut in cuts] if by_rows else cuts, by_rows)
+            param.start = max(param.offset - self.rank * self.part, 0)
+            count = cuts[self.rank + 1] - cuts[self.rank]
+            if not count:
+                param.start = 0
+            local = self.shard[param.start : param.start + count]
+            local = local.view(param.placement.local_shape(full.shape, self.rank))
+            local.copy_(param.placement.cut(full, self.rank))
+            data = RaggedTensor.from_local(local, full.shape, mesh, param.placement)
+            param.sharded = nn.Parameter(data, requires_grad=self.requires_grad)
+            param.sharded.__dict__.update(original.__dict__)
+
+    def _make_full(self, members) -> None:
+        if self.shares_memory:
+            self.full = self.shard
+        else:
+            self.full = torch.empty(self.numel, dtype=self.gather_dtype, device=self.shard.device)
+        for param, original in members:
+            view = param.view_full(self.full)
+            param.full = nn.Parameter(view.data, requires_grad=self.requires_grad)  # .data: a version counter of its own
+            param.full.__dict__.update(original.__dict__)
+        if not self.shares_memory:
+            self.full.untyped_storage().resize_(0)
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank has all of the parameters, so that the full ones are the shards' memory."""
+        return self.comm is None and self.gather_dtype == self.dtype
+
+    @property
+    def is_gathered(self) -> bool:
+        return self.shares_memory or self._buffer is not None
+
+    def all_gather(self) -> None:
+        """Gather the parameters into memory of the arena. A collective."""
+        if self.is_gathered:
+            return
+        self._buffer = self._arena.fill(self.full.untyped_storage(), self.numel * self.gather_dtype.itemsize)
+        if self.gather_dtype == self.dtype:
+            self.comm.all_gather(self.full, self.shard)
+            return
+        own = self.full[self.rank * self.part :][: self.part]
+        own.copy_(self.shard)
+        if self.comm is not None:
+            self.comm.all_gather(self.full, own)
+
+    def free(self) -> None:
+        """Give the gathered buffer's memory back to the arena."""
+        if self._buffer is not None:
+            self._arena.drain(self.full.untyped_storage(), self._buffer)
+            self._buffer = None
+
+    # ---- Gradients.
+
+    def has_grads(self) -> bool:
+        return any(param.full.grad is not None for param in self.params)
+
+    def pack_grads(self, flat: torch.Tensor) -> None:
+        """Move the full gradients into a flat buffer; parameters without one are zeros in it."""
+        views, grads = [], []
+        for param in self.params:
+            if param.full.grad is not None:
+                views.append(param.view_full(flat))
+                grads.append(param.full.grad)
+                param.full.grad = None
+        if len(grads) < len(self.params) or self.layout.offsets:
+            self._zero_gaps(flat, len(grads) < len(self.params))
+        torch._foreach_copy_(views, grads)
+
+    def _zero_gaps(self, flat: torch.Tensor, everything: bool) -> None:
+        if everything:
+            flat.zero_()
+            return
+        ends = [*self.layout.offsets[1:], self.numel]
+        for param, end in zip(self.params, ends, strict=True):
+            begin = param.offset + param.shape.numel()
+            if begin < end:
+                flat[begin:end].zero_()
+
+    def reduce_grads(self, op) -> None:
+        """Reduce the full gradients into the sharded parameters' gradients. A collective."""
+        nbytes = self.numel * self.reduce_dtype.itemsize
+        buffer = self._arena.take(nbytes)
+        flat = buffer[:nbytes].view(self.reduce_dtype)
+        self.pack_grads(flat)
+        reduced = torch.empty(self.part, dtype=self.reduce_dtype, device=flat.device)
+        self.comm.reduce_scatter(reduced, flat, op)
+        self._arena.give(buffer)
+        self.store_grads(reduced.to(self.dtype))
+
+    def store_grads(self, reduced: torch.Tensor) -> None:
+        """Make reduced gradients those of the sharded parameters, or add them to those that are there."""
+        for param in self.params:
+            view = param.view_shard(reduced)
+            grad = param.sharded.grad
+            if grad is None:
+                param.sharded.grad = param.sharded.detach().like(view)
+            else:
+                grad._local_tensor.add_(view)

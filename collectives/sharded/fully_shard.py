@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..sharded.managed_params import managed_parameters
+from .managed_params import managed_parameters
 from .hooks import ShardedModule
 from .unit import Unit
 
