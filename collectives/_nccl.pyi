@@ -36,6 +36,10 @@ class ErrorInfo(NamedTuple):
     nbytes: int
     op: str | None
     text: str
+    tag: str | None = None
+
+tag_names: dict[int, str]
+def name_of_tag(tag: int) -> str | None: ...
 
 class Library:
     def __init__(self, path: str | bytes | PathLike[str]) -> None: ...
@@ -64,6 +68,9 @@ class Library:
     def set_interrupt_check(self, enable: bool) -> None: ...
 
 class Comm:
+    tag: int
+    @property
+    def last_tag(self) -> int: ...
     @property
     def library(self) -> Library: ...
     @property
@@ -134,7 +141,8 @@ class FlightRing:
     @property
     def on_error(self) -> Callable[[Exception], object] | None: ...
     def add(
-        self, op: int, count: int, dtype: int, stream: int = 0, peer: int = -1, collective: bool = True
+        self, op: int, count: int, dtype: int, stream: int = 0, peer: int = -1, collective: bool = True,
+        tag: int = 0
     ) -> int: ...
     def start(self, number: int) -> None: ...
     def end(self, number: int, code: int = 0) -> None: ...

@@ -79,8 +79,10 @@ __all__ = [
     "check",
     "format_version",
     "issue_transfers",
+    "name_of_tag",
     "open_groups",
     "pool_holds",
+    "tag_names",
     "use_in_pools",
     "with_fast_path",
 ]

@@ -169,6 +169,20 @@ class Communicator(CommMemory):
         return opening.ranks_by_node(self)
 
     @property
+    def tag(self) -> int:
+        """The tag of the calls from now on, a number of `make_tag`; 0: none.
+
+        The ranks of the host engine on one node compare it with each collective: where their tags
+        differ, all raise `Mismatch` with the tags' names. Errors, the watchdog and the flight recorder
+        name it on all engines. The calls of a `group` have the tag that is set when the group ends.
+        """
+        return self._native.tag
+
+    @tag.setter
+    def tag(self, tag: int):
+        self._native.tag = tag
+
+    @property
     def deterministic(self) -> bool:
         """Whether reductions are in rank order only."""
         return self._deterministic
