@@ -73,6 +73,7 @@ __all__ = [
     "SPLIT_NOCOLOR",
     "STEP_KINDS",
     "StepList",
+    "TagOfCalls",
     "UNDEF_INT",
     "UNIQUE_ID_BYTES",
     "VERSION",
