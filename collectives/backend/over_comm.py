@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ __all__ = ["open_group_over"]
 
 _OP = "open_group_over"
 _groups: dict[Communicator, tuple[dist.ProcessGroup, str]] = {}  # with the group's name
+_seconds: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the communicators of default groups, by the first
 
 
 def open_group_over(comm: Communicator) -> dist.ProcessGroup:
@@ -24,9 +26,9 @@ def open_group_over(comm: Communicator) -> dist.ProcessGroup:
 
     The first call is a collective of the communicator and blocks. Where torch.distributed has no
     default group, the communicator's ranks become it, so that all of torch.distributed works: much of
-    it, such as torch.distributed.checkpoint, asks for the default group whatever group it is given. The
-    group is destroyed when the communicator is closed, and with it all groups where it is the default
-    one. The end of the group doesn't close the communicator.
+    it, such as torch.distributed.checkpoint, asks for the default group whatever group it is given. Both
+    groups are destroyed when the communicator is closed, and with the default one all others. The end of
+    a group doesn't close the communicator.
 
     Raises `InvalidUsage` where some of its ranks have a default group and others have none, or where the
     default group isn't one of all its ranks.
@@ -39,27 +41,48 @@ def open_group_over(comm: Communicator) -> dist.ProcessGroup:
     ranks = _find_ranks(comm)
     store, name = share_store(comm)
     name = f"{NAME}/{name}"
-    timeout = dist.constants.default_pg_timeout if comm.timeout is None else timedelta(seconds=comm.timeout)
     register_backend()
     if ranks is None:
-        store = dist.PrefixStore(name, store)
-        dist.init_process_group(
-            NAME, store=store, rank=comm.rank, world_size=comm.size, timeout=timeout, pg_options=comm
-        )
-        group = dist.group.WORLD
-    else:
-        group = _create_group(comm, dist.PrefixStore(name, store), timeout, name, ranks)
-        register_process_group(group, NAME, store, name, ranks)
-    if comm not in _groups:
-        comm._owned.append(_GroupEnd(comm))
-    _groups[comm] = group, name
+        ranks = _open_default_group(comm, dist.PrefixStore(f"{name}/default", store), name)
+    group = _create_group(comm, dist.PrefixStore(name, store), name, ranks)
+    register_process_group(group, NAME, store, name, ranks)
+    _keep(comm, group, name)
     return group
 
 
-def _create_group(comm: Communicator, store, timeout: timedelta, name: str, ranks: list[int]) -> dist.ProcessGroup:
+def _keep(comm: Communicator, group: dist.ProcessGroup, name: str) -> None:
+    if comm not in _groups:
+        comm._owned.append(_GroupEnd(comm))
+    _groups[comm] = group, name
+
+
+def _open_default_group(comm: Communicator, store, name: str) -> list[int]:
+    """Open torch.distributed's default group of a communicator's ranks; return their numbers in it.
+
+    It has a communicator of its own, so that calls of other threads, such as those of
+    torch.distributed.checkpoint.async_save, don't come between the communicator's.
+    """
+    second = _seconds.get(comm)
+    if second is None or second.closed:
+        second = _seconds[comm] = comm.split(0)
+        second.timeout = comm.timeout
+        comm._owned.append(second)
+    dist.init_process_group(
+        NAME, store=store, rank=comm.rank, world_size=comm.size, timeout=_timeout_of(comm), pg_options=second
+    )
+    _keep(second, dist.group.WORLD, name)
+    return list(range(comm.size))
+
+
+def _timeout_of(comm: Communicator) -> timedelta:
+    return dist.constants.default_pg_timeout if comm.timeout is None else timedelta(seconds=comm.timeout)
+
+
+def _create_group(comm: Communicator, store, name: str, ranks: list[int]) -> dist.ProcessGroup:
     from .process_group import CollectivesGroup  # subclasses torch's: only for programs that use it
 
     devices = sorted({"cpu", comm.device.type})
+    timeout = _timeout_of(comm)
     return CollectivesGroup(store, comm.rank, comm.size, timeout, name, ranks, devices, comm.config, comm)
 
 
