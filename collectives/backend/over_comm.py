@@ -14,7 +14,7 @@ from ..rendezvous.job_store import share_store
 from ..torch_compat import open_process_groups, register_process_group
 from .registration import NAME, register_backend
 
-__all__ = ["open_group_over"]
+__all__ = ["is_group_over", "open_group_over"]
 
 _OP = "open_group_over"
 _groups: dict[Communicator, tuple[dist.ProcessGroup, str]] = {}  # with the group's name
@@ -48,6 +48,11 @@ def open_group_over(comm: Communicator) -> dist.ProcessGroup:
     register_process_group(group, NAME, store, name, ranks)
     _keep(comm, group, name)
     return group
+
+
+def is_group_over(group: dist.ProcessGroup) -> bool:
+    """Return whether `open_group_over` has returned a process group."""
+    return group is not dist.group.WORLD and any(group is each for each, _ in _groups.values())
 
 
 def _keep(comm: Communicator, group: dist.ProcessGroup, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arrays import kind_of
-from ..backend import open_group_over
+from ..backend import is_group_over, open_group_over
 from ..comm import all_gather_object
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument
-from ..rendezvous.process_groups import get_communicator, get_default_group
+from ..rendezvous.process_groups import find_group_backend, get_communicator, get_default_group
 
 __all__ = ["Ranks", "Shape", "resolve_mesh"]
 
@@ -74,7 +75,7 @@ def resolve_mesh(
         group = get_default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
     _check_group(group)
     device = _find_device(module, None)
-    world = get_communicator(group, device)
+    world = _get_communicator(group, device)
     return _of_line(world, DeviceMesh.from_group(group, device.type), shape)
 
 
@@ -91,17 +92,17 @@ def _of_mesh(module: nn.Module, mesh: DeviceMesh, shape: Shape) -> Ranks:
         raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
     device = _find_device(module, mesh.device_type)
     if mesh.ndim == 1:
-        return _of_line(get_communicator(mesh.get_group(), device), mesh, shape)
+        return _of_line(_get_communicator(mesh.get_group(), device), mesh, shape)
     if shape == "replicate":
         raise InvalidArgument("a mesh of two dimensions has shards: give one of one dimension", op="fully_shard")
-    shards, replicas = (get_communicator(mesh.get_group(dim), device) for dim in (1, 0))
+    shards, replicas = (_get_communicator(mesh.get_group(dim), device) for dim in (1, 0))
     if mesh.size() == dist.get_world_size():
         group = dist.group.WORLD
     elif 1 in mesh.shape:
         group = mesh.get_group(0 if mesh.shape[1] == 1 else 1)
     else:
         group = mesh._flatten().get_group()
-    return Ranks(mesh, shards, get_communicator(group, device), replicas, device)
+    return Ranks(mesh, shards, _get_communicator(group, device), replicas, device)
 
 
 def _of_pair(module: nn.Module, groups) -> Ranks:
@@ -114,14 +115,14 @@ def _of_pair(module: nn.Module, groups) -> Ranks:
     for group in groups:
         _check_group(group)
     device = _find_device(module, None)
-    shards, replicas = (get_communicator(group, device) for group in groups)
+    shards, replicas = (_get_communicator(group, device) for group in groups)
     rows = all_gather_object(replicas, dist.get_process_group_ranks(groups[0]))
     mesh = DeviceMesh.from_group(list(groups[::-1]), device.type, mesh=rows, mesh_dim_names=_NAMES)
     ranks = sorted(rank for row in rows for rank in row)
     whole = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
         whole = dist.new_group(ranks, use_local_synchronization=True)
-    return Ranks(mesh, shards, get_communicator(whole, device), replicas, device)
+    return Ranks(mesh, shards, _get_communicator(whole, device), replicas, device)
 
 
 def _of_line(world: Communicator, mesh: DeviceMesh | None, shape: Shape) -> Ranks:
@@ -166,6 +167,25 @@ def _of_rows(world: Communicator, rows: tuple[tuple[int, ...], ...]) -> Ranks:
         mesh=[[whole[rank] for rank in row] for row in rows], mesh_dim_names=_NAMES,
     )  # fmt: skip
     return Ranks(mesh, comms[1], world, comms[0], world.device)
+
+
+_duplicates: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _get_communicator(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+    """Return a communicator of a group's ranks for units.
+
+    On groups of the backend "collectives" on the host it isn't the group's own: other threads may use
+    that one, as those of torch.distributed.checkpoint.async_save do, and would come between the units'
+    calls in another order on each rank.
+    """
+    comm = get_communicator(group, device)
+    if device.type != "cpu" or find_group_backend(group) is None or is_group_over(group):
+        return comm
+    found = _duplicates.get(comm)
+    if found is None or found.closed:
+        found = _duplicates[comm] = _split(comm, 0, comm.rank)
+    return found
 
 
 def _split(world: Communicator, color: int, key: int) -> Communicator:

@@ -181,6 +181,19 @@ def test_errors(tmp_path):
 # ---- Meshes and process groups, on four ranks.
 
 
+def over_our_backend(ctx, folder):
+    dist.init_process_group("collectives", init_method=f"file://{folder}/store", rank=ctx.rank, world_size=ctx.size)
+    found, of_group = resolve_mesh(make_model()), get_communicator(dist.group.WORLD, CPU)
+    assert found.comm is not of_group and found.comm.rank == of_group.rank == ctx.rank
+    assert resolve_mesh(make_model()).comm is found.comm is resolve_mesh(make_model(), mesh=found.mesh).comm
+    dist.destroy_process_group()
+    return found.comm.closed and of_group.closed
+
+
+def test_units_have_another_communicator_than_a_group_of_our_backend(tmp_path):
+    assert run_ranks(over_our_backend, 2, str(tmp_path)) == [True] * 2
+
+
 def over_groups(ctx, folder):
     with default_group(ctx, folder):
         model = make_model()
