@@ -43,7 +43,9 @@ def open_group_over(comm: Communicator) -> dist.ProcessGroup:
     name = f"{NAME}/{name}"
     register_backend()
     if ranks is None:
-        ranks = _open_default_group(comm, dist.PrefixStore(f"{name}/default", store), name)
+        if _open_default_group(comm, dist.PrefixStore(f"{name}/default", store), name) is comm:
+            return dist.group.WORLD
+        ranks = list(range(comm.size))
     group = _create_group(comm, dist.PrefixStore(name, store), name, ranks)
     register_process_group(group, NAME, store, name, ranks)
     _keep(comm, group, name)
@@ -61,13 +63,14 @@ def _keep(comm: Communicator, group: dist.ProcessGroup, name: str) -> None:
     _groups[comm] = group, name
 
 
-def _open_default_group(comm: Communicator, store, name: str) -> list[int]:
-    """Open torch.distributed's default group of a communicator's ranks; return their numbers in it.
+def _open_default_group(comm: Communicator, store, name: str) -> Communicator:
+    """Open torch.distributed's default group of a communicator's ranks; return its communicator.
 
-    It has a communicator of its own, so that calls of other threads, such as those of
-    torch.distributed.checkpoint.async_save, don't come between the communicator's.
+    On the host that is another one, so that calls of other threads, such as those of
+    torch.distributed.checkpoint.async_save, don't come between the communicator's. With a communicator
+    on GPUs these use the group's on the host.
     """
-    second = _seconds.get(comm)
+    second = comm if comm.device.type == "cuda" else _seconds.get(comm)
     if second is None or second.closed:
         second = _seconds[comm] = comm.split(0)
         second.timeout = comm.timeout
@@ -76,7 +79,7 @@ def _open_default_group(comm: Communicator, store, name: str) -> list[int]:
         NAME, store=store, rank=comm.rank, world_size=comm.size, timeout=_timeout_of(comm), pg_options=second
     )
     _keep(second, dist.group.WORLD, name)
-    return list(range(comm.size))
+    return second
 
 
 def _timeout_of(comm: Communicator) -> timedelta:
