@@ -115,7 +115,7 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
     sentence = sentence or f"result code {<int> code}"
     return CLASS_OF_CODE.get(code, errors.InternalError)(
         f"{sentence}; the library's last error: {detail}" if detail else sentence, code=<int> code, op=op,
-        rank=rank, detail=detail or sentence)
+        rank=rank, detail=detail or sentence, tag=None if comm is None else name_of_tag(comm.last_tag))
 
 
 cdef int let_signals_win(bint interrupted) except -1:
