@@ -12,7 +12,6 @@ Everything that mixes a shard with a plain tensor or with a shard of other bound
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +146,8 @@ class RaggedTensor(DTensor):
             run = _DISPATCH[func] = _choose_way(func)
         return run(func, args, kwargs)
 
+
+RaggedTensor.__name__ = "DTensor"  # many programs ask for this name, and not for an instance
 
 for _known in (optimizer_types, foreach_types):
     if RaggedTensor not in _known:
