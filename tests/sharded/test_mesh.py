@@ -1,6 +1,7 @@
 """The ranks that share a module: from a communicator, a mesh, process groups, or torch.distributed's default group."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def make_model():
 
 def check_training(mesh):
     """One step on shards of the mesh is the step of one process, and full_tensor and state dicts have its values."""
+    gc.collect()  # on all ranks alike
     expected, model = make_model(), fully_shard(make_model(), mesh=mesh)
     for each in (expected, model):
         each(torch.ones(2, 6)).sum().backward()
@@ -88,11 +90,12 @@ def over_communicators(ctx, folder):
         assert resolve_mesh(make_model(), comm).mesh == found.mesh
         if not started:
             assert get_communicator(dist.group.WORLD, CPU) is not comm  # it has an order of its own
+        model, _ = check_training(found.mesh)
+        check_async_save(model, f"{folder}/async")
         model, full = check_training(found.mesh)
         for name, group in (("default", None), ("own", found.mesh.get_group())):
             check_checkpoint(model, full, f"{folder}/{name}", group)
 
-        check_async_save(model, f"{folder}/async")
 
         reversed_ranks, lone = comm.split(0, -ctx.rank), comm.split(ctx.rank)
         turned = resolve_mesh(make_model(), reversed_ranks)
@@ -186,6 +189,7 @@ def over_our_backend(ctx, folder):
     found, of_group = resolve_mesh(make_model()), get_communicator(dist.group.WORLD, CPU)
     assert found.comm is not of_group and found.comm.rank == of_group.rank == ctx.rank
     assert resolve_mesh(make_model()).comm is found.comm is resolve_mesh(make_model(), mesh=found.mesh).comm
+    check_async_save(fully_shard(make_model()), f"{folder}/async")
     dist.destroy_process_group()
     return found.comm.closed and of_group.closed
 
