@@ -7,8 +7,6 @@ gathered buffer. Both objects live as long as the unit; the module holds one of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -117,7 +115,6 @@ class ParamGroup:
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
         self.store, self._pinned = store, pinned
-        self._wire: Callable | None = None  # gathers in a wire format
         sizes = [original.numel() for original in originals]
         rows = [max(1, original.shape[1:].numel() if original.dim() else 1) for original in originals]
         narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
@@ -229,11 +226,10 @@ class ParamGroup:
 
     # ---- Gathering.
 
-    def all_gather(self, *, tag, custom=None, wire=None, neighbours=None, async_op: bool = False):
+    def all_gather(self, *, custom=None, wire=None, neighbours=None, async_op: bool = False):
         """Gather the parameters into memory of the arena. A collective.
 
         Args:
-            tag: The unit's, for messages.
             custom: A user's function in place of the communicator's all-gather.
             wire: A `QuantizedAllGather`, in whose format parameters are sent.
             neighbours: The communicator of the ranks that have kept the parameters between them

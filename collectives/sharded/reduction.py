@@ -35,7 +35,7 @@ class ReduceStages:
     hook: Callable | None = None
 
 
-def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages, tag=None) -> None:
+def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages) -> None:
     """Reduce a flat buffer of gradients over all ranks; write this rank's part to `out`.
 
     A collective, which on the host blocks and on a GPU is ordered on the current stream. `flat` is
