@@ -34,6 +34,9 @@ aten = torch.ops.aten
 class RaggedTensor(DTensor):
     """A DTensor with a `RaggedShard` on the last dimension of its mesh, and replicas on the others."""
 
+    def __init__(self, *args, **kwargs):
+        pass  # DTensor's does nothing either, but by way of dynamo, which takes longer than all the rest
+
     # ---- How to make one.
 
     @staticmethod
@@ -340,13 +343,19 @@ def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
 def _run_list(func, args, kwargs):
     """Run a foreach or fused operation on lists of local parts."""
     firsts = args[0]
+    specs = [each._spec if type(each) is RaggedTensor else None for each in firsts]
 
     def locals_of(arg):
-        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor):
-            return [_local_of_pair(func, each, first) for each, first in zip(arg, firsts, strict=True)]
-        return arg._local_tensor if isinstance(arg, DTensor) else arg
+        if not isinstance(arg, (list, tuple)):
+            return arg._local_tensor if isinstance(arg, DTensor) else arg
+        if not arg or not isinstance(arg[0], torch.Tensor):
+            return arg
+        return [
+            each._local_tensor if type(each) is RaggedTensor and each._spec is spec else _local_of_pair(func, each, first)
+            for each, first, spec in zip(arg, firsts, specs, strict=True)
+        ]
 
-    made = func(*[locals_of(arg) for arg in args], **{key: locals_of(arg) for key, arg in kwargs.items()})
+    made = func(*map(locals_of, args), **{key: locals_of(arg) for key, arg in kwargs.items()})
     if made is None:
         return None
     return [_wrap_as(first, each) for each, first in zip(made, firsts, strict=True)]
