@@ -310,8 +310,8 @@ def _written_args(func, args, kwargs) -> Iterator[torch.Tensor]:
 
 
 def _refuse_plain(func, arg: torch.Tensor) -> torch.Tensor:
-    """Return a scalar; raise for any other plain tensor beside a gathered one."""
-    if arg.dim():
+    """Return a plain tensor of at most one element, which is the same on all ranks; raise for any other one."""
+    if arg.numel() > 1:
         raise InvalidUsage(
             f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: compute on "
             "param.full_tensor(), or write to param.to_local()"
