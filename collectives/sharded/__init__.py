@@ -3,6 +3,30 @@ for torch's FSDP2.
 """
 
 from .fully_shard import fully_shard
+from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
+from .muon import Muon
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ragged_tensor import RaggedTensor
+from .scaler import ShardedGradScaler
+from .unit import Unit
 
-__all__ = ["RaggedTensor", "fully_shard"]
+# FSDP2's names.
+FSDPModule = ShardedModule
+register_fsdp_forward_method = register_forward_method
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Muon",
+    "OffloadPolicy",
+    "RaggedTensor",
+    "ShardedGradScaler",
+    "ShardedModule",
+    "Unit",
+    "UnshardHandle",
+    "fully_shard",
+    "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
