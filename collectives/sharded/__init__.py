@@ -4,8 +4,10 @@ for torch's FSDP2.
 
 from .fully_shard import fully_shard
 from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
+from .muon import Muon
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ragged_tensor import RaggedTensor
+from .scaler import ShardedGradScaler
 from .unit import Unit
 
 # FSDP2's names.
@@ -16,8 +18,10 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "RaggedTensor",
+    "ShardedGradScaler",
     "ShardedModule",
     "Unit",
     "UnshardHandle",

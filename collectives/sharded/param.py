@@ -119,7 +119,9 @@ class ParamGroup:
         rows = [max(1, original.shape[1:].numel() if original.dim() else 1) for original in originals]
         narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
         grains = [row * block if row > 1 else 1 for row in rows]
-        self.layout = plan_layout(sizes, grains, self.size, itemsize=narrowest, multiple=max(1, multiple))
+        self.layout = plan_layout(
+            sizes, grains, self.size, rows=rows, itemsize=narrowest, multiple=max(1, multiple)
+        )
         self.part = self.layout.part
         self.numel = self.part * self.size
         self._block: Block | None = None
