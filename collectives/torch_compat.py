@@ -40,6 +40,7 @@ __all__ = [
     "fsdp_state_class",
     "group_backends",
     "group_timeout_setter",
+    "init_optimizer_state",
     "is_traceable_wrapper_subclass",
     "open_process_groups",
     "optimizer_types",
@@ -90,6 +91,8 @@ _LAZY = {
     # Lists of the classes of tensors for which optimizers and clip_grad_norm_ choose foreach operations.
     "foreach_types": ("torch.utils._foreach_utils", "_foreach_supported_types"),
     "optimizer_types": ("torch.optim.optimizer", "_foreach_supported_types"),
+    # Gives an optimizer that has not stepped its state, by a step with gradients and a learning rate of 0.
+    "init_optimizer_state": ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
 }
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from .managed_params import managed_parameters
 from .hooks import ShardedModule
+from .state import watch_loads
 from .unit import Unit
 
 _classes: dict[type, type] = {}
@@ -16,6 +17,7 @@ def fully_shard(module: nn.Module, *, mesh, reshard_after_forward: bool = True, 
     unit = Unit(found, mesh, mp_policy=mp_policy, block=block)
     unit.reshard_after_forward = reshard_after_forward
     object.__setattr__(module, "_unit", unit)
+    watch_loads(unit)
     module.__class__ = _class_of(type(module))
     return module
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .precision import cast_floating, find_tensors, map_tensors
+from .state import prepare_load
 from .unit import Unit
 
 __all__ = ["run_forward"]
@@ -90,3 +91,7 @@ class ShardedModule(nn.Module):
 
     def __call__(self, *args, **kwargs):
         return run_forward(self._unit, super().__call__, args, kwargs)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        prepare_load(self, state_dict, prefix, local_metadata)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

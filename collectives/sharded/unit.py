@@ -21,7 +21,8 @@ class Unit:
 
         group = mesh.get_group(mesh.ndim - 1)
         self.mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-        self.comm = get_communicator(group, found[0][2].device)
+        self.comm = self.world = get_communicator(group, found[0][2].device)
+        self.module_group, self.name, self.device, self.mesh = None, "unit", found[0][2].device, mesh
         self.scheduler = get_scheduler(self.comm)
         kinds: dict[tuple, list] = {}
         for names, places, param in found:

@@ -1,7 +1,9 @@
 """A model with parameters of all kinds, and a comparison of state dicts."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from collectives.sharded import fully_shard
 
@@ -33,8 +35,10 @@ IDS = torch.arange(11)
 
 
 def sharded(seed=3, device=None, **how):
+    """Return the model as two units, over all ranks unless a mesh is given."""
     with torch.device(device or "cpu"):
         model = Net(seed)
+    how.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     fully_shard(model.net, **how)
     return fully_shard(model, **how)
 
