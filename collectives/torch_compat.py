@@ -46,6 +46,7 @@ __all__ = [
     "optimizer_types",
     "premul_sum",
     "reset_group_names",
+    "set_nested",
     "storage_use_count",
     "swap_storage_memory",
     "top_saved_tensors_hooks",
@@ -93,6 +94,8 @@ _LAZY = {
     "optimizer_types": ("torch.optim.optimizer", "_foreach_supported_types"),
     # Gives an optimizer that has not stepped its state, by a step with gradients and a learning rate of 0.
     "init_optimizer_state": ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
+    # Sets an element of nested dictionaries and lists by its path.
+    "set_nested": ("torch.distributed.checkpoint._traverse", "set_element"),
 }
 
 

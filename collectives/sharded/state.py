@@ -28,9 +28,10 @@ from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
 __all__ = [
-    "full_state_dict", "gather_entries", "get_model_state_dict", "get_optimizer_state_dict", "load_hook",
-    "local_optimizer_state", "optimizers_of", "optimizer_state", "part_of", "prepare_load", "scatter_optimizer_state",
-    "set_model_state_dict", "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_loads",
+    "clean_name", "full_state_dict", "gather_entries", "gather_optimizer_state", "get_model_state_dict",
+    "get_optimizer_state_dict", "inner_module", "load_hook", "local_optimizer_state", "optimizer_state",
+    "optimizers_of", "part_of", "prepare_load", "scatter_optimizer_state", "set_model_state_dict",
+    "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_loads",
 ]  # fmt: skip
 
 _INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpoint wrappers
@@ -281,7 +282,8 @@ def clean_name(name: str) -> str:
     return functools.reduce(lambda cleaned, infix: cleaned.replace(infix, ""), _INFIXES, name)
 
 
-def _inner(model: nn.Module) -> nn.Module:
+def inner_module(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -300,7 +302,7 @@ def get_model_state_dict(
             the first rank only.
     """
     full, to_cpu, rank0_only = _read_options(options, full_state_dict, cpu_offload, rank0_only)
-    inner = _inner(model)
+    inner = inner_module(model)
     with _as_shards():
         made = inner.state_dict()
     if full:
@@ -341,7 +343,7 @@ def set_model_state_dict(
     """
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
-    inner = _inner(model)
+    inner = inner_module(model)
     with _as_shards():
         own = inner.state_dict(keep_vars=True)
     keys = {clean_name(key): key for key in own}
@@ -418,7 +420,7 @@ def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optim
 def _names_by_id(model: nn.Module) -> dict[int, str]:
     for unit in units_in(model):
         unit.reshard()
-    return {id(param): clean_name(name) for name, param in _inner(model).named_parameters()}
+    return {id(param): clean_name(name) for name, param in inner_module(model).named_parameters()}
 
 
 def _names_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[list[str]]:
@@ -546,7 +548,7 @@ def set_optimizer_state_dict(
 def scatter_optimizer_state(model: nn.Module, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the whole state that rank 0 has, by names, as shards. A collective."""
     _names_by_id(model)
-    params = {clean_name(name): param for name, param in _inner(model).named_parameters()}
+    params = {clean_name(name): param for name, param in inner_module(model).named_parameters()}
 
     def owner(path: tuple):
         return params.get(path[1]) if path[0] == "state" and len(path) == 3 else None
@@ -617,8 +619,8 @@ def _example_state(optimizer: torch.optim.Optimizer, given: dict[str, Any], owne
             return False
         return key not in _NUMBERS and (value.shape != param.shape or value.numel() == 1)
 
-    items = [(key, value, owners.get(number)) for number, state in given["state"].items() for key, value in state.items()]
-    if not any(is_open(*item) for item in items):
+    states = given["state"].items()
+    if not any(is_open(key, value, owners.get(number)) for number, state in states for key, value in state.items()):
         return {}
     init_optimizer_state(optimizer)
     made = dict(optimizer.state)
