@@ -1,5 +1,7 @@
 """A model with parameters of all kinds, and a comparison of state dicts."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -61,6 +63,17 @@ def train(model, optimizer, steps=3):
         optimizer.zero_grad()
         model(IDS).square().mean().backward()
         optimizer.step()
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Compute as the ranks do, whose sums are of one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def differences(ours, theirs, path=""):

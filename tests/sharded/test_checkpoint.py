@@ -1,6 +1,5 @@
 """Checkpoints of n ranks, loaded by m, or unsharded, and the reverse; damaged ones are refused by name."""
 
-import contextlib
 import copy
 import os
 import pickle
@@ -22,7 +21,7 @@ from collectives.sharded.checkpointer import MANIFEST, load, save
 from collectives.sharded.placement import RaggedShard
 from collectives.sharded.state import full_state_dict, get_model_state_dict, get_optimizer_state_dict
 from tests.ddp.training import over_gloo, run
-from tests.sharded.states import Net, differences, optimizer_of, sharded, train
+from tests.sharded.states import Net, differences, one_thread, optimizer_of, sharded, train
 
 RULES = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
@@ -136,17 +135,6 @@ def torchs_own(ctx, folder):
         assert not differences(get_optimizer_state_dict(again, other, full_state_dict=True)["state"], state)
         set_back = copy.deepcopy(whole)
         ours.load_state_dict(set_back)
-
-
-@contextlib.contextmanager
-def one_thread():
-    """Compute as the ranks do, whose sums are of one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_n_ranks_to_m_and_unsharded(tmp_path):
