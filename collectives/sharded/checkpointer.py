@@ -40,6 +40,7 @@ from .state import (
     get_model_state_dict,
     inner_module,
     local_optimizer_state,
+    map_tensors,
     optimizer_state,
     optimizers_of,
     set_model_state_dict,
@@ -92,6 +93,10 @@ class _Writer(dcp.FileSystemWriter):
         self._partial = target.with_name(target.name + _PARTIAL)
         super().__init__(self._partial)
         self._target, self._step, self._may_replace, self._done = target, step, overwrite, done
+
+    def stage(self, state_dict):
+        # torch's copies no DTensor of 0 dimensions, and would write what it has later.
+        return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), state_dict)
 
     def prepare_local_plan(self, plan):
         return plan  # the directory is made in `prepare_global_plan`

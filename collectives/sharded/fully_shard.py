@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .managed_params import managed_parameters
 from .hooks import ShardedModule
+from .managed_params import managed_parameters
 from .state import watch_loads
 from .unit import Unit
 

@@ -12,7 +12,6 @@ Everything that mixes a shard with a plain tensor or with a shard of other bound
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 

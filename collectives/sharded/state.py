@@ -29,8 +29,8 @@ from .ragged_tensor import RaggedTensor
 
 __all__ = [
     "clean_name", "full_state_dict", "gather_entries", "gather_optimizer_state", "get_model_state_dict",
-    "get_optimizer_state_dict", "inner_module", "load_hook", "local_optimizer_state", "optimizer_state",
-    "optimizers_of", "part_of", "prepare_load", "scatter_optimizer_state", "set_model_state_dict",
+    "get_optimizer_state_dict", "inner_module", "load_hook", "local_optimizer_state", "map_tensors",
+    "optimizer_state", "optimizers_of", "part_of", "prepare_load", "scatter_optimizer_state", "set_model_state_dict",
     "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_loads",
 ]  # fmt: skip
 
@@ -308,7 +308,7 @@ def get_model_state_dict(
     if full:
         gather_entries(inner, made, to_cpu=to_cpu, rank0_only=rank0_only)
     elif to_cpu:
-        made = {key: _map_tensors(lambda tensor: tensor.cpu(), value) for key, value in made.items()}
+        made = {key: map_tensors(lambda tensor: tensor.cpu(), value) for key, value in made.items()}
     if options is not None and options.ignore_frozen_params:
         for name, param in inner.named_parameters(remove_duplicate=False):
             if not param.requires_grad:
@@ -354,14 +354,14 @@ def set_model_state_dict(
     return inner.load_state_dict(given, strict=strict, assign=any(param.is_meta for param in inner.parameters()))
 
 
-def _map_tensors(function: Callable, value):
+def map_tensors(function: Callable, value):
     """Return a value of dictionaries, lists and tuples with each tensor replaced."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: _map_tensors(function, each) for key, each in value.items()}
+        return {key: map_tensors(function, each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_map_tensors(function, each) for each in value)
+        return type(value)(map_tensors(function, each) for each in value)
     return value
 
 
@@ -500,7 +500,7 @@ def get_optimizer_state_dict(
         optimizer.state.clear()
     if full:
         return gather_optimizer_state(model, made, to_cpu=to_cpu, rank0_only=rank0_only)
-    return {**made, "state": _map_tensors(lambda tensor: tensor.cpu(), made["state"])} if to_cpu else made
+    return {**made, "state": map_tensors(lambda tensor: tensor.cpu(), made["state"])} if to_cpu else made
 
 
 @torch.no_grad()
@@ -517,7 +517,7 @@ def gather_optimizer_state(
     state = {}
     for name, entries in made["state"].items():
         with _naming(f"get_optimizer_state_dict() of {name}"):
-            state[name] = _map_tensors(gather, entries)
+            state[name] = map_tensors(gather, entries)
     return {**made, "state": state} if keeps else {}
 
 
