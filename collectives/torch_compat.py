@@ -31,6 +31,7 @@ __all__ = [
     "c10d_backend",
     "cuda_current_raw_stream",
     "cuda_get_device",
+    "can_swap_storage_memory",
     "current_graph_task_id",
     "default_store",
     "disabled_torch_function",
@@ -42,6 +43,7 @@ __all__ = [
     "group_timeout_setter",
     "init_optimizer_state",
     "is_traceable_wrapper_subclass",
+    "is_transformed",
     "open_process_groups",
     "optimizer_types",
     "premul_sum",
@@ -167,6 +169,17 @@ def cuda_current_raw_stream(index: int) -> int:
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Return how many tensors and other objects share a tensor's storage."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def can_swap_storage_memory() -> bool:
+    """Whether torch has `swap_storage_memory`, which came with 2.12."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def is_transformed() -> bool:
+    """Whether torch.func's transforms, or forward-mode differentiation, are in progress."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def swap_storage_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -3,6 +3,26 @@ for torch's FSDP2.
 """
 
 from .fully_shard import fully_shard
+from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ragged_tensor import RaggedTensor
+from .unit import Unit
 
-__all__ = ["RaggedTensor", "fully_shard"]
+# FSDP2's names.
+FSDPModule = ShardedModule
+register_fsdp_forward_method = register_forward_method
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "RaggedTensor",
+    "ShardedModule",
+    "Unit",
+    "UnshardHandle",
+    "fully_shard",
+    "register_forward_method",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,4 +1,4 @@
-"""Arena: memory for the gathered parameters and gradients of all units of one communicator.
+"""Arena: memory for the gathered parameters and packed gradients of all units of one communicator.
 
 A unit's gathered buffer is a tensor whose storage has memory only while the unit is gathered. The
 memory moves from the arena into the storage and back, so everything that autograd has saved of the
@@ -10,42 +10,89 @@ from __future__ import annotations
 
 import torch
 
+from .. import cuda_state
 from ..comm.communicator import Communicator
-from ..torch_compat import swap_storage_memory
+from ..torch_compat import can_swap_storage_memory, swap_storage_memory
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "Block"]
+
+
+class Block:
+    """A piece of the arena's memory, in use by one unit or free.
+
+    `memory`: its bytes. `event`: on a GPU, the end of its last use. `capture`: the number of the capture of
+    a CUDA graph in which that was; None for none.
+    """
+
+    __slots__ = ("capture", "event", "memory")
+
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+        self.event: torch.cuda.Event | None = None
+        self.capture: int | None = None
 
 
 class Arena:
-    """Buffers of a communicator, each in use by one unit or free.
-
-    On the host they are the engine's shared memory, which peers read and write with no copy.
-    """
+    """Blocks of memory of a communicator's engine, which peers read and write with no copy."""
 
     def __init__(self, comm: Communicator):
         self._comm = comm
-        self._free: list[torch.Tensor] = []
+        self._free: list[Block] = []
+        self._released = Block(torch.empty(0))  # for memory of torch's allocator: the last event of all
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least so many bytes, with any values, which the caller gives back."""
-        fitting = [buffer for buffer in self._free if nbytes <= buffer.numel()]
-        if fitting:
-            buffer = min(fitting, key=torch.Tensor.numel)
-            self._free = [each for each in self._free if each is not buffer]
-            return buffer
-        return self._comm.empty(nbytes, dtype=torch.uint8)
+    def take(self, nbytes: int) -> Block:
+        """Return a block of at least so many bytes with any values, which the caller gives back.
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back."""
-        self._free.append(buffer)
+        On a GPU the current stream waits for the last use of the block.
+        """
+        fitting = [block for block in self._free if nbytes <= block.memory.numel()]
+        if not fitting:
+            return Block(self._comm.empty(nbytes, dtype=torch.uint8))
+        block = min(fitting, key=_size_of)
+        self._free.remove(block)
+        self._wait(block)
+        return block
 
-    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
-        """Give a storage memory; return the buffer that it is of, for `drain`."""
-        buffer = self.take(nbytes)
-        swap_storage_memory(storage, buffer.untyped_storage())
-        return buffer
+    def give(self, block: Block) -> None:
+        """Take a block back, whose last use is on the current stream."""
+        self._record(block)
+        self._free.append(block)
 
-    def drain(self, storage: torch.UntypedStorage, buffer: torch.Tensor) -> None:
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> Block:
+        """Give a storage memory; return the block that it is of, for `drain`."""
+        if not can_swap_storage_memory():
+            self._wait(self._released)
+            storage.resize_(nbytes)
+            return self._released
+        block = self.take(nbytes)
+        swap_storage_memory(storage, block.memory.untyped_storage())
+        return block
+
+    def drain(self, storage: torch.UntypedStorage, block: Block) -> None:
         """Take the memory of a storage back."""
-        swap_storage_memory(storage, buffer.untyped_storage())
-        self.give(buffer)
+        if block is self._released:
+            self._record(block)
+            storage.resize_(0)
+            return
+        swap_storage_memory(storage, block.memory.untyped_storage())
+        self.give(block)
+
+    def _record(self, block: Block) -> None:
+        device = self._comm.device
+        if device.type != "cuda":
+            return
+        stream = cuda_state.current_stream(device)
+        block.capture = cuda_state.capture_id(stream)
+        block.event = stream.record_event()
+
+    def _wait(self, block: Block) -> None:
+        if block.event is None:
+            return
+        stream = cuda_state.current_stream(self._comm.device)
+        # The device is idle when a capture begins, and an event from outside can't be waited for in it.
+        if cuda_state.capture_id(stream) == block.capture:
+            stream.wait_event(block.event)
+
+
+def _size_of(block: Block) -> int:
+    return block.memory.numel()

@@ -5,32 +5,37 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..torch_compat import is_transformed, untraced
 from .precision import cast_floating, find_tensors, map_tensors
-from .state import prepare_load
 from .unit import Unit
 
 __all__ = ["run_forward"]
 
 
-def run_forward(unit: Unit, forward, args: tuple, kwargs: dict):
+@untraced(recursive=False)
+def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict):
     """Call a module's forward with its unit gathered, and prepare the unit's backward."""
+    unit = module._unit
     scheduler, policy = unit.scheduler, unit.mp_policy
     scheduler.begin_forward(unit)
     try:
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-        if torch.is_grad_enabled():
+        is_plain = not is_transformed()
+        if is_plain and torch.is_grad_enabled():
             args, kwargs = _watch_inputs(unit, args, kwargs)
         output = forward(*args, **kwargs)
-        output = _detach_from_buffer(unit, output)
+        if is_plain:
+            output = _copy_parameters(unit, output)
         if policy.output_dtype is not None:
             output = cast_floating(output, policy.output_dtype)
-        if torch.is_grad_enabled():
-            _watch_outputs(unit, output)
+        if torch.is_grad_enabled() and not (is_plain and _watch_outputs(unit, output)):
+            _watch_parameters(unit)
+        is_last = scheduler.is_recomputing or unit.leave(module)
     except BaseException:
         scheduler.abort_forward()
         raise
-    scheduler.end_forward(unit)
+    scheduler.end_forward(unit, is_last=is_last)
     return output
 
 
@@ -54,7 +59,8 @@ class _PostBackward(torch.autograd.Function):
 def _watch_inputs(unit: Unit, args, kwargs):
     """Pass the inputs that want gradients through one node of autograd's graph."""
     inputs = [tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad]
-    if not inputs or not unit.requires_grad:
+    if not inputs:
+        unit.is_open_ended = True
         return args, kwargs
     watched = _PostBackward.apply(unit, *inputs)
     unit.add_node(watched[0].grad_fn)
@@ -62,19 +68,40 @@ def _watch_inputs(unit: Unit, args, kwargs):
     return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
 
 
-def _watch_outputs(unit: Unit, output) -> None:
-    """Gather the unit again when the first gradient of an output is there."""
+def _watch_outputs(unit: Unit, output) -> bool:
+    """Gather the unit again when the first gradient of an output is there; return whether any can come."""
+
+    versions = unit.versions
 
     def gather(_grad):
-        unit.scheduler.pre_backward(unit)
+        unit.scheduler.pre_backward(unit, versions)
 
-    for tensor in find_tensors(output):
-        if tensor.requires_grad:
-            tensor.grad_fn  # noqa: B018  (torch makes the node of a view that was changed through another one only here)
-            tensor.register_hook(gather)
+    outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+    for tensor in outputs:
+        tensor.grad_fn  # noqa: B018  (torch makes the node of a view that was changed through another one only here)
+        tensor.register_hook(gather)
+    return bool(outputs)
 
 
-def _detach_from_buffer(unit: Unit, output):
+def _watch_parameters(unit: Unit) -> None:
+    """Keep a unit gathered until the end of a backward, which gradients of its parameters announce.
+
+    It is for outputs without hooks that the backward calls: those of torch.func's transforms, and
+    objects of classes in which no tensors are looked for.
+    """
+    if not unit.requires_grad:
+        return
+    unit.stays_gathered = True
+
+    def note(_param):
+        unit.scheduler.note_backward(unit)
+
+    for param in unit.params:
+        if param.full.requires_grad and not param.full._post_accumulate_grad_hooks:
+            param.full.register_post_accumulate_grad_hook(note)
+
+
+def _copy_parameters(unit: Unit, output):
     """Return the output with copies of tensors that view the gathered parameters, which the reshard frees."""
     if not unit.frees_memory:
         return output
@@ -84,14 +111,3 @@ def _detach_from_buffer(unit: Unit, output):
         return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
 
     return map_tensors(separate, output)
-
-
-class ShardedModule(nn.Module):
-    """The class that `fully_shard` adds to a module's own."""
-
-    def __call__(self, *args, **kwargs):
-        return run_forward(self._unit, super().__call__, args, kwargs)
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-        prepare_load(self, state_dict, prefix, local_metadata)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)

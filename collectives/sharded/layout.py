@@ -36,7 +36,9 @@ class Layout(NamedTuple):
         return tuple(min(max(rank * self.part - offset, 0), size) for rank in range(ranks + 1))
 
 
-def plan_layout(sizes: Sequence[int], grains: Sequence[int], ranks: int, *, itemsize: int = 4) -> Layout:
+def plan_layout(
+    sizes: Sequence[int], grains: Sequence[int], ranks: int, *, itemsize: int = 4, multiple: int = 1
+) -> Layout:
     """Plan the flat buffer of a unit.
 
     Args:
@@ -44,6 +46,7 @@ def plan_layout(sizes: Sequence[int], grains: Sequence[int], ranks: int, *, item
         grains: For each parameter the elements that stay together: those of a row, or of a block of rows.
         ranks: The number of equal parts.
         itemsize: Bytes of an element. Parameters and parts begin at multiples of 16 bytes.
+        multiple: A part has a multiple of so many elements.
 
     Returns:
         The layout whose padding is at most `MOST_PADDING`, and which cuts as few parameters as it can
@@ -52,11 +55,11 @@ def plan_layout(sizes: Sequence[int], grains: Sequence[int], ranks: int, *, item
     align = max(1, ALIGNMENT // itemsize)
     total = sum(sizes)
     if not total:
-        return Layout(align, (0,) * len(sizes), (True,) * len(sizes))
-    most = max(MOST_PADDING * total, align * (len(sizes) + ranks))
+        return Layout(math.lcm(align, multiple), (0,) * len(sizes), (True,) * len(sizes))
+    most = max(MOST_PADDING * total, align * (len(sizes) + ranks), ranks * multiple)
     for largest in sorted({*grains, 1}, reverse=True):
         kept = [grain if grain <= largest else 1 for grain in grains]
-        found = _plan_by_grains(sizes, kept, ranks, align)
+        found = _plan_by_grains(sizes, kept, ranks, align, multiple)
         if found is not None and (found[0] * ranks - total <= most or largest == 1):
             break
     layout = Layout(*found, ())
@@ -67,11 +70,11 @@ def plan_layout(sizes: Sequence[int], grains: Sequence[int], ranks: int, *, item
     return layout._replace(by_rows=tuple(by_rows))
 
 
-def _plan_by_grains(sizes, grains, ranks: int, align: int) -> tuple[int, tuple[int, ...]] | None:
+def _plan_by_grains(sizes, grains, ranks: int, align: int, multiple: int) -> tuple[int, tuple[int, ...]] | None:
     """Return the smallest part that is found and the offsets in it; None where none is found."""
     least = _round_up(-(-sum(sizes) // ranks), align)
     best = None
-    for unit in sorted({math.lcm(align, grain) for grain in (1, *grains, math.lcm(*grains))}):
+    for unit in sorted({math.lcm(align, multiple, grain) for grain in (1, *grains, math.lcm(*grains))}):
         part = _round_up(least, unit)
         step = unit if unit > align else max(align, _round_up(part // 1024, align))
         for _ in range(_MOST_TRIES):

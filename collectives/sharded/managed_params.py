@@ -11,10 +11,9 @@ from torch import nn
 from ..errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from .param import ShardedParam
     from .unit import Unit
 
-__all__ = ["check_parameter", "managed_parameters", "named_params", "units_in"]
+__all__ = ["check_parameter", "managed_parameters", "units_in"]
 
 
 def managed_parameters(
@@ -53,19 +52,6 @@ def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return the units of a module and of those inside, outermost first."""
     members = module.modules() if recurse else [module]
     return list(dict.fromkeys(each._unit for each in members if hasattr(each, "_unit")))
-
-
-def named_params(unit: Unit, module: nn.Module) -> list[tuple[ShardedParam, list[str]]]:
-    """Return a unit's parameters that one of its modules holds, with their names in it."""
-    if unit.module_group is None:
-        return [(param, param.names) for param in unit.params]
-    prefix = next(f"{name}." for name, each in unit.module_group.named_children() if each is module)
-    found = []
-    for param in unit.params:
-        names = [name.removeprefix(prefix) for name in param.names if name.startswith(prefix)]
-        if names:
-            found.append((param, names))
-    return found
 
 
 def check_parameter(param: nn.Parameter, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of a unit: each one's two forms, and the flat buffers of a group of them.
+"""Parameters of a unit: the two forms of a parameter, and the flat buffers of a group of parameters.
 
 A parameter is *sharded* outside of forward and backward: a Parameter whose data is a RaggedTensor of
 this rank's part, which optimizers step. It is *full* inside: a plain Parameter that views the group's
@@ -7,16 +7,23 @@ gathered buffer. Both objects live as long as the unit; the module holds one of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh
 
-from .arena import Arena
+from ..errors import InvalidUsage
+from ..torch_compat import storage_use_count
+from .arena import Arena, Block
 from .layout import plan_layout
+from .mesh import Ranks
 from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
-__all__ = ["ParamGroup", "ShardedParam"]
+__all__ = ["ParamGroup", "ShardedParam", "as_real"]
+
+
+_UNSHARED = 2  # uses of a storage that one tensor has: the tensor, and the question itself
 
 
 class ShardedParam:
@@ -25,9 +32,12 @@ class ShardedParam:
     Attributes:
         names: Its name in the unit's module, then those of tied weights.
         places: The (module, attribute) pairs that hold it.
+        shape: Its shape.
+        placement: How it is divided over the ranks.
         sharded: The Parameter of this rank's part.
         full: The Parameter of the whole, which has memory while the group is gathered.
         offset: Its first element in the group's flat buffer.
+        start: The first element of this rank's part in the group's flat shard.
     """
 
     __slots__ = ("full", "names", "offset", "placement", "places", "shape", "sharded", "start")
@@ -56,149 +66,267 @@ class ShardedParam:
         return flat[self.start : self.start + local.numel()].view(local.shape)
 
     def register(self, param: nn.Parameter) -> None:
-        """Have the modules hold one of the two forms."""
+        """Have the modules hold one of the two forms, in place of the other one.
+
+        What else a module holds, as in torch.func.functional_call, stays.
+        """
+        other = self.full if param is self.sharded else self.sharded
         for module, attribute in self.places:
-            module._parameters[attribute] = param
+            if module._parameters.get(attribute) is other:
+                module._parameters[attribute] = param
+
+    def sync_attributes(self) -> None:
+        """Give the full form what users have set on the sharded one: requires_grad, and hooks of its gradient."""
+        sharded, full = self.sharded, self.full
+        if full.requires_grad is not sharded.requires_grad:
+            full.requires_grad_(sharded.requires_grad)
+        if full._backward_hooks is not sharded._backward_hooks:
+            if full._backward_hooks is None:
+                full._backward_hooks = sharded._backward_hooks  # one dictionary: a handle removes from both
+            elif sharded._backward_hooks is None:
+                sharded._backward_hooks = full._backward_hooks
 
 
 class ParamGroup:
     """The parameters of a unit with one dtype, trainable or frozen, in one flat buffer.
 
     Attributes:
-        shard: This rank's part of the flat buffer: `part` elements, which the sharded parameters view.
-        full: The gathered buffer, which the full parameters view; it has memory while it is gathered.
+        params: The parameters.
+        dtype: That of the sharded parameters; `gather_dtype`, `reduce_dtype`: those of the full
+            parameters and of the reduction of their gradients.
+        layout: Where the parameters lie in the flat buffer.
+        part: Elements of a rank's part of the flat buffer; `numel`: of the whole.
+        shard: This rank's part, which the sharded parameters view.
+        full: The gathered buffer, which the full parameters view. Its storage has memory while the
+            group is gathered.
+        store: The device of the shard.
     """
 
     def __init__(
-        self, members: list[tuple[ShardedParam, nn.Parameter]], mesh: DeviceMesh, comm, arena: Arena | None, *,
-        gather_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, block: int,
+        self, members: list[tuple[ShardedParam, nn.Parameter]], ranks: Ranks, arena: Arena, *,
+        gather_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, block: int, store: torch.device,
+        pinned: bool, multiple: int,
     ):  # fmt: skip
         self.params = [param for param, _ in members]
-        originals = [original.detach() for _, original in members]
-        self.comm, self._arena = comm, arena
-        self.rank, self.size = (0, 1) if comm is None else (comm.rank, comm.size)
-        first = members[0][1]
-        self.dtype, self.requires_grad = first.dtype, first.requires_grad
+        self.ranks, self.arena = ranks, arena
+        self.size = ranks.comm.size
+        self.rank = ranks.comm.rank
+        originals = [original for _, original in members]
+        self.dtype, self.requires_grad = originals[0].dtype, originals[0].requires_grad
         casts = self.dtype.is_floating_point
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
-        sizes = [each.numel() for each in originals]
-        rows = [max(1, each[0].numel() if each.dim() and len(each) else 1) for each in originals]
-        narrowest = min(each.itemsize for each in (self.dtype, self.gather_dtype, self.reduce_dtype))
-        self.layout = plan_layout(
-            sizes, [row * block if row > 1 else 1 for row in rows], self.size, itemsize=narrowest
-        )
+        self.store, self._pinned = store, pinned
+        self._wire: Callable | None = None  # gathers in a wire format
+        sizes = [original.numel() for original in originals]
+        rows = [max(1, original.shape[1:].numel() if original.dim() else 1) for original in originals]
+        narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
+        grains = [row * block if row > 1 else 1 for row in rows]
+        self.layout = plan_layout(sizes, grains, self.size, itemsize=narrowest, multiple=max(1, multiple))
         self.part = self.layout.part
         self.numel = self.part * self.size
-        self._make_shards(members, originals, rows, mesh)
-        self._make_full(members)
+        self._block: Block | None = None
+        self._post_forward: torch.Tensor | None = None
+        self._grads: torch.Tensor | None = None
+        self._place(originals, rows)
+        self._make_shards(originals)
+        self._make_full(originals)
 
-    def _make_shards(self, members, originals, rows, mesh) -> None:
-        empty = torch.empty if self.comm is None or self.comm.device.type != "cpu" else self.comm.empty
-        self.shard = empty(self.part, dtype=self.dtype)
-        self.shard.zero_()  # padding is sent, too, and in 8 bits it shares a scale with its neighbours
-        for index, (param, original) in enumerate(members):
-            full, row = originals[index], rows[index]
-            cuts = self.layout.cuts(index, full.numel(), self.size)
-            by_rows = self.layout.by_rows[index] and full.dim() > 0
+    # ---- Memory.
+
+    def _place(self, originals, rows) -> None:
+        for index, (param, original) in enumerate(zip(self.params, originals, strict=True)):
+            cuts = self.layout.cuts(index, original.numel(), self.size)
+            by_rows = self.layout.by_rows[index] and original.dim() > 0
+            bounds = [-(-cut // rows[index]) for cut in cuts] if by_rows else cuts
+            if by_rows and not original.numel() and len(original):
+                bounds = [0] + [len(original)] * self.size  # rows of no elements are all the first rank's
+            param.placement = RaggedShard(bounds, by_rows)
             param.offset = self.layout.offsets[index]
-            param.placement = RaggedShard([-(-cut // row) for cut in cuts] if by_rows else cuts, by_rows)
-            param.start = max(param.offset - self.rank * self.part, 0)
-            count = cuts[self.rank + 1] - cuts[self.rank]
-            if not count:
-                param.start = 0
-            local = self.shard[param.start : param.start + count]
-            local = local.view(param.placement.local_shape(full.shape, self.rank))
-            local.copy_(param.placement.cut(full, self.rank))
-            data = RaggedTensor.from_local(local, full.shape, mesh, param.placement)
-            param.sharded = nn.Parameter(data, requires_grad=self.requires_grad)
-            param.sharded.__dict__.update(original.__dict__)
+            is_empty = cuts[self.rank] == cuts[self.rank + 1]
+            param.start = 0 if is_empty else max(param.offset - self.rank * self.part, 0)
 
-    def _make_full(self, members) -> None:
+    def _make_shards(self, originals) -> None:
+        self.shard = self._allocate_shard(originals[0].is_meta)
+        for param, original in zip(self.params, originals, strict=True):
+            shape = param.placement.local_shape(original.shape, self.rank)
+            local = self.shard[param.start : param.start + shape.numel()].view(shape)
+            if not local.is_meta:
+                local.copy_(param.placement.cut(original.detach(), self.rank))
+            data = RaggedTensor.from_local(local, original.shape, self.ranks.mesh, param.placement)
+            param.sharded = nn.Parameter(data, requires_grad=original.requires_grad)
+            param.sharded.__dict__.update(original.__dict__)
+            if original._backward_hooks:
+                param.sharded._backward_hooks = original._backward_hooks
+            if original._post_accumulate_grad_hooks:
+                param.sharded._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+
+    def _allocate_shard(self, is_meta: bool) -> torch.Tensor:
+        if is_meta:
+            return torch.empty(self.part, dtype=self.dtype, device="meta")
+        if self.store == self.ranks.device:
+            shard = self.ranks.comm.empty(self.part, dtype=self.dtype)
+        else:
+            shard = torch.empty(self.part, dtype=self.dtype, device=self.store, pin_memory=self._pinned)
+        return shard.zero_()  # padding is sent, too, and in 8 bits it shares a scale with its neighbours
+
+    def _make_full(self, originals) -> None:
+        device = "meta" if self.shard.is_meta else self.ranks.device
         if self.shares_memory:
             self.full = self.shard
         else:
-            self.full = torch.empty(self.numel, dtype=self.gather_dtype, device=self.shard.device)
-        for param, original in members:
+            self.full = torch.empty(self.numel, dtype=self.gather_dtype, device=device)
+        for param, original in zip(self.params, originals, strict=True):
             view = param.view_full(self.full)
-            param.full = nn.Parameter(view.data, requires_grad=self.requires_grad)  # .data: a version counter of its own
+            param.full = nn.Parameter(view.data, requires_grad=original.requires_grad)  # a version counter of its own
             param.full.__dict__.update(original.__dict__)
-        if not self.shares_memory:
+        if not self.shares_memory and not self.full.is_meta:
             self.full.untyped_storage().resize_(0)
-        self._buffer: torch.Tensor | None = None
+
+    def rehome(self) -> None:
+        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard."""
+        data = [param.local for param in self.params]
+        kinds = {(local.dtype, local.device) for local in data}
+        if all(local.untyped_storage()._cdata == self.shard.untyped_storage()._cdata for local in data):
+            return
+        if len(kinds) > 1:
+            names = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
+            raise InvalidUsage(f"the parameters of one unit have several dtypes or devices now: {', '.join(names)}")
+        dtype, device = data[0].dtype, data[0].device
+        wanted = "meta" if device.type == "meta" else self.store.type
+        if device.type != wanted:
+            raise InvalidUsage(
+                f"{self.params[0].name} was moved to {device}, and its unit's shards are on {self.store}: move the "
+                "module before it is sharded"
+            )
+        self.free()
+        if dtype != self.dtype:
+            follows = [self.gather_dtype == self.dtype, self.reduce_dtype == self.dtype]
+            self.gather_dtype = dtype if follows[0] else self.gather_dtype
+            self.reduce_dtype = dtype if follows[1] else self.reduce_dtype
+            self.dtype = dtype
+        self.shard = self._allocate_shard(device.type == "meta")
+        self._grads = None
+        for param, local in zip(self.params, data, strict=True):
+            view = param.view_shard(self.shard)
+            if not view.is_meta:
+                view.copy_(local)
+            param.sharded._local_tensor = view
+        self._make_full([param.sharded for param in self.params])
 
     @property
     def shares_memory(self) -> bool:
-        """Whether this rank has all of the parameters, so that the full ones are the shards' memory."""
-        return self.comm is None and self.gather_dtype == self.dtype
+        """Whether this rank has all of the parameters, so that the full ones are the shard's memory."""
+        return self.size == 1 and self.gather_dtype == self.dtype and self.store == self.ranks.device
 
     @property
     def is_gathered(self) -> bool:
-        return self.shares_memory or self._buffer is not None
+        return self.shares_memory or self._block is not None
 
-    def all_gather(self) -> None:
-        """Gather the parameters into memory of the arena. A collective."""
+    # ---- Gathering.
+
+    def all_gather(self, *, tag, custom=None, wire=None, neighbours=None, async_op: bool = False):
+        """Gather the parameters into memory of the arena. A collective.
+
+        Args:
+            tag: The unit's, for messages.
+            custom: A user's function in place of the communicator's all-gather.
+            wire: A `QuantizedAllGather`, in whose format parameters are sent.
+            neighbours: The communicator of the ranks that have kept the parameters between them
+                after the forward.
+            async_op: Return the work in progress.
+        """
         if self.is_gathered:
-            return
-        self._buffer = self._arena.fill(self.full.untyped_storage(), self.numel * self.gather_dtype.itemsize)
-        if self.gather_dtype == self.dtype:
-            self.comm.all_gather(self.full, self.shard)
-            return
-        own = self.full[self.rank * self.part :][: self.part]
-        own.copy_(self.shard)
-        if self.comm is not None:
-            self.comm.all_gather(self.full, own)
+            return None
+        if self.shard.is_meta:
+            raise InvalidUsage(
+                f"{self.params[0].name} is on the meta device: module.to_empty(device=...) gives it memory, and "
+                "reset_parameters() or load_state_dict() values"
+            )
+        self._block = self.arena.fill(self.full.untyped_storage(), self.numel * self.gather_dtype.itemsize)
+        if neighbours is not None and self._post_forward is not None:
+            kept, self._post_forward = self._post_forward, None
+            return neighbours.all_gather(self.full, kept, async_op=async_op)
+        comm = self.ranks.comm
+        if wire is not None and wire.saves(self.gather_dtype):
+            return wire.gather(comm, self.shard, self.full, self.arena, async_op=async_op)
+        send = self.shard
+        if self.gather_dtype != self.dtype or self.store != self.ranks.device:
+            send = self.full[self.rank * self.part :][: self.part]
+            send.copy_(self.shard, non_blocking=True)
+        if self.size == 1:
+            return None
+        if custom is not None:
+            group = self.ranks.mesh.get_group(self.ranks.mesh.ndim - 1)
+            return custom(self.full, send, group, async_op)
+        return comm.all_gather(self.full, send, async_op=async_op)
 
     def free(self) -> None:
         """Give the gathered buffer's memory back to the arena."""
-        if self._buffer is not None:
-            self._arena.drain(self.full.untyped_storage(), self._buffer)
-            self._buffer = None
+        self._post_forward = None
+        if self._block is not None:
+            self.arena.drain(self.full.untyped_storage(), self._block)
+            self._block = None
+
+    def keep_post_forward(self, neighbours) -> None:
+        """Free the gathered buffer, but keep this rank's part among its neighbours for the backward."""
+        kept = None
+        if not self.shares_memory:
+            count = self.numel // neighbours.size
+            kept = neighbours.empty(count, dtype=self.gather_dtype)
+            kept.copy_(self.full[neighbours.rank * count :][:count])
+        self.free()
+        self._post_forward = kept
+
+    def write_back(self) -> None:
+        """Copy to the shard what was written to the full parameters."""
+        if not self.shares_memory:
+            for param in self.params:
+                param.local.copy_(param.placement.cut(param.full.detach(), self.rank))
 
     # ---- Gradients.
-
-    def has_grads(self) -> bool:
-        return any(param.full.grad is not None for param in self.params)
 
     def pack_grads(self, flat: torch.Tensor) -> None:
         """Move the full gradients into a flat buffer; parameters without one are zeros in it."""
         views, grads = [], []
         for param in self.params:
-            if param.full.grad is not None:
+            grad = param.full.grad
+            if grad is not None:
                 views.append(param.view_full(flat))
-                grads.append(param.full.grad)
+                grads.append(grad if grad.layout is torch.strided else grad.to_dense())
                 param.full.grad = None
-        if len(grads) < len(self.params) or self.layout.offsets:
-            self._zero_gaps(flat, len(grads) < len(self.params))
-        torch._foreach_copy_(views, grads)
-
-    def _zero_gaps(self, flat: torch.Tensor, everything: bool) -> None:
-        if everything:
+        if len(grads) < len(self.params):
             flat.zero_()
-            return
+        else:
+            self._zero_gaps(flat)
+        if grads:
+            torch._foreach_copy_(views, grads)
+
+    def _zero_gaps(self, flat: torch.Tensor) -> None:
         ends = [*self.layout.offsets[1:], self.numel]
         for param, end in zip(self.params, ends, strict=True):
             begin = param.offset + param.shape.numel()
             if begin < end:
                 flat[begin:end].zero_()
 
-    def reduce_grads(self, op) -> None:
-        """Reduce the full gradients into the sharded parameters' gradients. A collective."""
-        nbytes = self.numel * self.reduce_dtype.itemsize
-        buffer = self._arena.take(nbytes)
-        flat = buffer[:nbytes].view(self.reduce_dtype)
-        self.pack_grads(flat)
-        reduced = torch.empty(self.part, dtype=self.reduce_dtype, device=flat.device)
-        self.comm.reduce_scatter(reduced, flat, op)
-        self._arena.give(buffer)
-        self.store_grads(reduced.to(self.dtype))
+    def take_output(self) -> torch.Tensor:
+        """Return a flat shard for reduced gradients: the memory of those before, if nobody uses it any more."""
+        if self._grads is None or storage_use_count(self._grads) > _UNSHARED:
+            self._grads = torch.empty(self.part, dtype=self.dtype, device=self.ranks.device)
+        return self._grads
 
     def store_grads(self, reduced: torch.Tensor) -> None:
         """Make reduced gradients those of the sharded parameters, or add them to those that are there."""
         for param in self.params:
-            view = param.view_shard(reduced)
-            grad = param.sharded.grad
-            if grad is None:
-                param.sharded.grad = param.sharded.detach().like(view)
-            else:
-                grad._local_tensor.add_(view)
+            if param.sharded.requires_grad:
+                view = param.view_shard(reduced)
+                grad = param.sharded.grad
+                if grad is None:
+                    param.sharded.grad = param.sharded.detach().like(view)
+                else:
+                    grad._local_tensor.add_(view)
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """View a flat tensor's complex numbers as pairs of real ones."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

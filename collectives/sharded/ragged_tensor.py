@@ -147,6 +147,8 @@ class RaggedTensor(DTensor):
         return run(func, args, kwargs)
 
 
+RaggedTensor.__name__ = "DTensor"  # many programs ask for this name, and not for an instance
+
 for _known in (optimizer_types, foreach_types):
     if RaggedTensor not in _known:
         _known.append(RaggedTensor)

@@ -8,121 +8,328 @@ forwards are there, or at the backward's end.
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..comm.communicator import Communicator
+from ..errors import InvalidUsage
 from ..torch_compat import current_graph_task_id, will_engine_execute
 from .arena import Arena
-from .unit import Unit
+from .offload import GradientOffload
+from .streams import SideStream
 
-__all__ = ["Scheduler", "get_scheduler"]
+if TYPE_CHECKING:
+    from .param import ShardedParam
+    from .unit import Unit
 
-_schedulers: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+__all__ = ["Scheduler", "get_scheduler", "living"]
+
+_schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
 
-def get_scheduler(comm) -> Scheduler:
-    """Return the scheduler of a communicator's units."""
-    if comm not in _schedulers:
-        _schedulers[comm] = Scheduler(comm)
-    return _schedulers[comm]
+def get_scheduler(comm: Communicator) -> Scheduler:
+    """Return the scheduler of the units over a communicator's ranks."""
+    for key, scheduler in list(_schedulers.items()):
+        if scheduler.comm.closed:
+            del _schedulers[key]
+    if id(comm) not in _schedulers:
+        _schedulers[id(comm)] = Scheduler(comm)
+    return _schedulers[id(comm)]
+
+
+class _Backward:
+    """The callback of the engine at the end of a backward. The engine drops it after an exception, too."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+
+    def __call__(self) -> None:
+        self._scheduler.end_backward()
 
 
 class Scheduler:
-    def __init__(self, comm):
+    """Unshards, prefetches, reshards and reduces the units of one communicator, in forward and backward.
+
+    Attributes:
+        arena: The units' memory.
+        side: The stream on which they gather and reduce on a GPU.
+        offload: Copies of gradients to the host.
+        is_last_backward: False: the end of a backward reduces nothing and reshards nothing.
+    """
+
+    def __init__(self, comm: Communicator):
+        self.comm = comm
         self.arena = Arena(comm)
+        self.side = SideStream(comm.device)
+        self.offload = GradientOffload(self.side)
         self.is_last_backward = True
-        self._depth = 0
-        self._forward: list[Unit] = []  # units of the outermost forward in progress
+        self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
+        self._units: list[weakref.ref[Unit]] = []
+        self._depth = 0  # of nested forwards
+        self._forward: dict[Unit, None] = {}  # units of the outermost forward in progress
+        self._order: list[weakref.ref[Unit]] = []  # units of the last outermost forward
         self._awaiting: dict[Unit, None] = {}  # units whose forward wants gradients and that no backward has reduced
-        self._graph_task: int | None = None
+        self._backward: weakref.ref[_Backward] | None = None
+        self._in_backward: dict[Unit, None] = {}  # units that the backward in progress has gathered
+        self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units with which the last backward began
+        self._has_resharded = False  # in the backward in progress
+        self._reduced: dict[ShardedParam, tuple[bool, bool]] = {}  # by the backward in progress: used here, new
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units that are alive, in the order in which they were made."""
+        return living(self._units)
+
+    def add(self, unit: Unit) -> int:
+        """Add a unit; return its number, the same on all ranks."""
+        self._units.append(weakref.ref(unit))
+        return len(self._units) - 1
+
+    def split(self, comm: Communicator, size: int) -> Communicator:
+        """Return the communicator of `size` neighbouring ranks of a unit's. A collective at the first call."""
+        known = self._neighbours.get((id(comm), size))
+        if known is None or known.closed:
+            known = self._neighbours[id(comm), size] = comm.split(comm.rank // size)
+        return known
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward is in progress."""
+        return self._depth > 0 or self._is_in_backward
+
+    @property
+    def _is_in_backward(self) -> bool:
+        return self._backward is not None and self._backward() is not None
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a forward that runs now is one that activation checkpointing repeats."""
+        return current_graph_task_id() != -1
 
     # ---- Forward.
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit for its forward, or for a forward that checkpointing repeats in a backward."""
+        """Gather a unit for its forward, or for a forward that activation checkpointing repeats in a backward."""
         self._depth += 1
-        if self._is_recomputing:
+        if self.is_recomputing:
+            self._begin_backward()
             unit.unshard()
+            if torch.is_grad_enabled() and unit.requires_grad:
+                self._awaiting[unit] = None
+            self._enter_backward(unit)
             return
         if self._depth == 1:
-            self._abandon_backward()
+            self._begin_pass()
+        unit.sync_attributes()
         unit.drop_stale()
         unit.unshard()
-        self._forward.append(unit)
+        self._forward[unit] = None
+        for other in unit.forward_prefetch or self._next_in_forward(unit):
+            other.drop_stale()
+            other.unshard(async_op=True)
 
-    def end_forward(self, unit: Unit) -> None:
-        """Reshard a unit after its forward, and at the end of the outermost forward all that no backward needs."""
+    def _begin_pass(self) -> None:
+        if self._backward is not None:
+            self._abandon_backward()
+        self._forward = {}
+        self.side.wait_for_current()  # for what an optimizer has written
+
+    def _next_in_forward(self, unit: Unit) -> list[Unit]:
+        if not (unit.prefetch_in_forward and self.side):
+            return []
+        return self._after(unit, living(self._order))
+
+    @staticmethod
+    def _after(unit: Unit, order: list[Unit]) -> list[Unit]:
+        return order[order.index(unit) + 1 :][:1] if unit in order else []
+
+    def end_forward(self, unit: Unit, *, is_last: bool) -> None:
+        """Reshard a unit after its forward; at the end of the outermost forward all that no backward needs.
+
+        `is_last`: whether all of the unit's modules have run.
+        """
         self._depth -= 1
-        if self._is_recomputing:
+        if self.is_recomputing:
             return
+        unit.check_not_written()
         wants_grad = torch.is_grad_enabled()
         if wants_grad and unit.requires_grad:
             self._awaiting[unit] = None
-        is_outermost = self._depth == 0
-        if unit.reshard_after_forward and not (is_outermost and wants_grad):
-            unit.reshard()
-        if is_outermost:
-            forward, self._forward = self._forward, []
-            if not wants_grad:
-                for each in forward:
-                    each.reshard()
+        if is_last and self._depth:
+            self._reshard_after_forward(unit, wants_grad)
+        if self._depth == 0:
+            self._end_pass(unit, wants_grad)
+
+    def _reshard_after_forward(self, unit: Unit, wants_grad: bool) -> None:
+        if unit.reshard_after_forward is False or unit.stays_gathered or (wants_grad and unit in self._kept):
+            return
+        unit.reshard_after_pass() if wants_grad else unit.reshard()
+
+    def _end_pass(self, root: Unit, wants_grad: bool) -> None:
+        forward, self._forward = self._forward, {}
+        if wants_grad:
+            self._order = list(map(weakref.ref, forward))
+        is_root = len(forward) > 1 or len(self.units) == 1
+        for unit in forward:
+            begins_backward = unit is root and is_root and wants_grad and unit.reshard_after_forward is None
+            if not begins_backward:
+                self._reshard_after_forward(unit, wants_grad)
+            unit.end_pass()
 
     def abort_forward(self) -> None:
         """Reshard everything after an exception has left a forward."""
         self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 0 and not self.is_recomputing:
             for unit in self._forward:
                 unit.reshard()
-            self._forward = []
-
-    @property
-    def _is_recomputing(self) -> bool:
-        return current_graph_task_id() != -1
+                unit.end_pass()
+                self._awaiting.pop(unit, None)
+            self._forward = {}
 
     # ---- Backward.
 
-    def pre_backward(self, unit: Unit) -> None:
-        """Gather a unit for its backward: the first gradient of an output is there."""
+    def pre_backward(self, unit: Unit, versions: tuple[int, ...]) -> None:
+        """Gather a unit for its backward: the first gradient of an output is there.
+
+        `versions`: those of the shards in the forward.
+        """
         self._begin_backward()
+        self._expect_gradients(unit)
+        if unit.unshard_in_backward:
+            unit.unshard(async_op=True)
+            unit.finish_gather()
+            if unit.versions != versions:
+                raise InvalidUsage(
+                    f"parameters of {unit.name} were written to after the forward of this backward, as by an "
+                    "optimizer's step: the backward would use the new values; call backward() before step()"
+                )
+        self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        """Note that the backward uses a unit; the first time begin to gather the next one."""
+        if unit in self._in_backward:
+            return
+        self._in_backward[unit] = None
+        named = unit.backward_prefetch
+        if not named and unit.prefetch_in_backward and self.side:
+            order = reversed(living(self._order))
+            named = self._after(unit, [other for other in order if other is unit or other not in self._in_backward])
+        for other in named:
+            other.unshard(async_op=True)
+
+    def _expect_gradients(self, unit: Unit) -> None:
         if unit.backwards_left is None:
-            unit.backwards_left = sum(map(will_engine_execute, unit.live_nodes()))
-        unit.unshard()
+            unit.backwards_left = unit.is_open_ended + sum(map(will_engine_execute, unit.live_nodes()))
+            if unit.requires_grad:
+                self._awaiting[unit] = None
 
     def post_backward(self, unit: Unit) -> None:
         """Note that the gradients of one forward's inputs are there."""
         self._begin_backward()
-        if unit.backwards_left is None:  # no output of it has a gradient hook: they were not asked for
-            unit.backwards_left = 1 + sum(map(will_engine_execute, unit.live_nodes()))
+        if unit.backwards_left is None:  # no output of it has a hook
+            self._expect_gradients(unit)
+            unit.backwards_left += 1
         unit.backwards_left -= 1
-        if unit.backwards_left == 0:
+        if unit.backwards_left <= 0:
             self._finish(unit)
+            unit.backwards_left = None
+
+    def note_backward(self, unit: Unit) -> None:
+        """Note that a backward uses a unit, whose forward had no hooks for it."""
+        self._begin_backward()
+        self._in_backward[unit] = None
 
     def _begin_backward(self) -> None:
-        if self._graph_task is None:
-            self._graph_task = current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self._is_in_backward:
+            return
+        if self._backward is not None:
+            self._abandon_backward()
+        self._in_backward, self._has_resharded = {}, False
+        callback = _Backward(self)
+        self._backward = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        for reducer in self._reducers():
+            reducer.begin()
 
     def _finish(self, unit: Unit) -> None:
+        """Reshard a unit that the backward needs no more, and reduce its gradients."""
+        if not self._has_resharded:
+            self._has_resharded = True
+            self._kept = weakref.WeakSet(self._in_backward)
         if unit.reshard_after_backward:
             unit.reshard()
-        if unit.reduces:
-            unit.reduce()
+        if unit.reduces and unit.requires_grad:
             self._awaiting.pop(unit, None)
+            for param, is_used, is_new in unit.reduce():
+                before = self._reduced.get(param, (False, is_new))
+                self._reduced[param] = is_used or before[0], before[1]
 
-    def _end_backward(self) -> None:
-        """Reduce, in the order of the forward, what the backward has not reduced, and reshard it."""
-        self._graph_task = None
+    def end_backward(self) -> None:
+        """End a backward: reduce, in the order of their forwards, the units that it has not reduced, and reshard."""
+        self._backward = None
+        in_backward, self._in_backward = self._in_backward, {}
+        for unit in in_backward:
+            unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
         if not self.is_last_backward:
             return
         for unit in list(self._awaiting):
             self._finish(unit)
-            unit.backwards_left = None
+        for unit in in_backward:
+            unit.reshard() if unit.reshard_after_backward else unit.to_sharded()
+        self.side.join()
+        self.offload.wait()
+        reduced, self._reduced = self._reduced, {}
+        self._drop_unused(reduced)
+        for reducer in self._reducers():
+            reducer.end()
+        for param in reduced:
+            for hook in (param.sharded._post_accumulate_grad_hooks or {}).values():
+                if param.sharded.grad is not None:
+                    hook(param.sharded)
+
+    def _drop_unused(self, reduced: dict[ShardedParam, tuple[bool, bool]]) -> None:
+        """Set the new gradients of parameters that no rank has used to None, as in one process.
+
+        On a GPU they stay zeros, since the host doesn't wait there.
+        """
+        if not reduced or self.comm.device.type != "cpu":
+            return
+        used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8)
+        if self.comm.size > 1:
+            self.comm.all_reduce(used, "max")
+        if used.all():
+            return
+        for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):
+            if is_new and not is_used:
+                param.sharded.grad = None
+
+    def _reducers(self) -> list:
+        return list(dict.fromkeys(unit.reducer for unit in self.units if unit.reducer is not None))
+
+    def reset(self) -> None:
+        """Drop a forward or backward that an exception has left, and gradients that wait to be reduced."""
+        self._depth = 0
+        self._abandon_backward()
+        for unit in self.units:
+            unit.reshard()
+            unit.drop_grads()
 
     def _abandon_backward(self) -> None:
-        """Forget a backward that an exception has left."""
-        if self._graph_task is not None:
-            self._graph_task = None
-            for unit in self._awaiting:
-                unit.reshard()
+        self._backward = None
+        self._in_backward, self._reduced = {}, {}
+        self._awaiting.clear()
+        self.side.join()
+        self.offload.wait()
+        for reducer in self._reducers():
+            reducer.reset()
+        for unit in self.units:
+            unit.backwards_left = None
+            unit.reshard()
+            if unit.reduces:
                 unit.drop_grads()
-            self._awaiting.clear()
+
+
+def living(references: list[weakref.ref[Unit]]) -> list[Unit]:
+    """Return the units of weak references that are alive."""
+    return [unit for reference in references if (unit := reference()) is not None]

@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..torch_compat import init_optimizer_state
 from ..torch_patches import patch_distribution, patch_optimizer_load, patch_state_dict
-from .managed_params import named_params, units_in
+from .managed_params import units_in
 from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
 __all__ = [
     "clean_name", "full_state_dict", "gather_entries", "gather_optimizer_state", "get_model_state_dict",
-    "get_optimizer_state_dict", "inner_module", "load_hook", "local_optimizer_state", "map_tensors",
-    "optimizer_state", "optimizers_of", "part_of", "prepare_load", "scatter_optimizer_state", "set_model_state_dict",
+    "get_optimizer_state_dict", "inner_module", "load_hook", "load_into_shards", "local_optimizer_state", "map_tensors",
+    "optimizer_state", "optimizers_of", "part_of", "scatter_optimizer_state", "set_model_state_dict",
     "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_loads",
 ]  # fmt: skip
 
@@ -138,31 +138,35 @@ def watch_loads(unit) -> None:
             module.register_load_state_dict_pre_hook(load_hook)
 
 
-def prepare_load(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Have a module's unit ready for a load: sharded, and with ``assign=True`` not on the meta device.
+def load_into_shards(module: nn.Module, unit, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Have a unit ready for a load by one of its modules: sharded, and with ``assign=True`` not on the meta device.
 
-    Called before torch's ``_load_from_state_dict`` of the unit's module.
+    Called before torch's ``_load_from_state_dict`` of the module; `load_hook` converts the values.
 
     Raises:
         InvalidUsage: A parameter on the meta device is not in the state dict.
     """
-    unit = module._unit
-    unit.reshard()
+    unit.to_sharded()
     if not local_metadata.get("assign_to_params_buffers") or not any(param.sharded.is_meta for param in unit.params):
         return
-    named = named_params(unit, module)
-    missing = [names[0] for _, names in named if not any(prefix + name in state_dict for name in names)]
-    if missing:
-        raise InvalidUsage(
-            f"{prefix}{missing[0]} is on the meta device and not in the state dict: give it values first, by "
-            "to_empty() and an initialisation, or load a state dict of all parameters",
-            op="load_state_dict",
-        )
-    for param in unit.params:
-        local = torch.empty_like(param.local, device=unit.device)
-        made = nn.Parameter(param.sharded.detach().like(local), requires_grad=param.sharded.requires_grad)
-        torch.utils.swap_tensors(param.sharded, made)
+    given = {id(param) for name, param in _named(module) if prefix + name in state_dict}
+    for name, param in _named(module):
+        if param.is_meta and id(param) not in given:
+            raise InvalidUsage(
+                f"{prefix}{name} is on the meta device and not in the state dict: give it values first, by to_empty() "
+                "and an initialisation, or load a state dict of all parameters",
+                op="load_state_dict",
+            )
+    for group in unit.groups:
+        for param in group.params:
+            made = param.sharded.detach().like(torch.empty_like(param.local, device=group.store))
+            torch.utils.swap_tensors(param.sharded, nn.Parameter(made, requires_grad=param.sharded.requires_grad))
     unit.rehome()
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return a module's parameters by all their names."""
+    return list(module.named_parameters(remove_duplicate=False))
 
 
 # ---- Whole tensors.
@@ -179,7 +183,7 @@ def gather_entries(
         to_cpu: Whole tensors are on the host. The peak of memory is the model and one parameter.
         rank0_only: Ranks but the first of the module's mesh remove the entries.
     """
-    params = {prefix + name: param for name, param in module.named_parameters(remove_duplicate=False)}
+    params = {prefix + name: param for name, param in _named(module)}
     keeps = not rank0_only or _is_first(module)
     made: dict[int, torch.Tensor] = {}  # tied parameters stay tied
     for key in [key for key in entries if key.startswith(prefix)]:
@@ -240,7 +244,7 @@ def unsharded_params(
         raise InvalidArgument("rank0_only needs writeback=False: the ranks without whole parameters can't write")
     params = []
     for unit in units:
-        unit.reshard()
+        unit.to_sharded()
         params += [(unit, param) for param in unit.params]
     held = []
 
@@ -257,7 +261,7 @@ def unsharded_params(
             whole.grad = grad
             held.append((param, whole))
     for param, whole in held:
-        param.register(whole)
+        _hold(param, whole)
     try:
         with torch.enable_grad():
             yield
@@ -267,7 +271,12 @@ def unsharded_params(
                 _write_back(param.sharded.grad, whole.grad)
     finally:
         for param, _ in held:
-            param.register(param.sharded)
+            _hold(param, param.sharded)
+
+
+def _hold(param, form: nn.Parameter) -> None:
+    for module, attribute in param.places:
+        module._parameters[attribute] = form
 
 
 def _write_back(shard: RaggedTensor, whole: torch.Tensor) -> None:
@@ -310,7 +319,7 @@ def get_model_state_dict(
     elif to_cpu:
         made = {key: map_tensors(lambda tensor: tensor.cpu(), value) for key, value in made.items()}
     if options is not None and options.ignore_frozen_params:
-        for name, param in inner.named_parameters(remove_duplicate=False):
+        for name, param in _named(inner):
             if not param.requires_grad:
                 made.pop(name, None)
     return {clean_name(key): value for key, value in made.items()}
@@ -419,7 +428,7 @@ def optimizers_of(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optim
 
 def _names_by_id(model: nn.Module) -> dict[int, str]:
     for unit in units_in(model):
-        unit.reshard()
+        unit.to_sharded()
     return {id(param): clean_name(name) for name, param in inner_module(model).named_parameters()}
 
 

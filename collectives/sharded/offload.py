@@ -1,0 +1,40 @@
+"""Reduced gradients of offloaded shards, which lie on the host: their copies from a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import cuda_state
+from .streams import SideStream
+
+__all__ = ["GradientOffload"]
+
+_CAPTURED = "with CPU offload the optimizer steps on the host, which waits for the copies"
+
+
+class GradientOffload:
+    """Copies of reduced gradients to the host, on the side stream, until `wait`."""
+
+    def __init__(self, side: SideStream):
+        self._side = side
+        self._event = None
+
+    def to_host(self, grads: torch.Tensor, group) -> torch.Tensor:
+        """Begin to copy a flat shard of gradients to the host; return what has the values after `wait`.
+
+        Blocks where gradients are there already, to which the new ones will be added.
+        """
+        cuda_state.refuse_capture(grads.device, _CAPTURED)
+        pinned = group.shard.is_pinned()
+        host = torch.empty(grads.numel(), dtype=grads.dtype, device="cpu", pin_memory=pinned)
+        host.copy_(grads, non_blocking=True)
+        self._event = self._side.record_event()
+        if any(param.sharded.grad is not None for param in group.params):
+            self.wait()
+        return host
+
+    def wait(self) -> None:
+        """Wait on the host for all copies. With offloading this is the only wait of the host in a step."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.synchronize()
