@@ -2,10 +2,17 @@
 for torch's FSDP2.
 """
 
+from .checkpointer import Checkpointer, LoadedCheckpoint, load, save
 from .fully_shard import fully_shard
 from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ragged_tensor import RaggedTensor
+from .state import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from .unit import Unit
 
 # FSDP2's names.
@@ -14,7 +21,9 @@ register_fsdp_forward_method = register_forward_method
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Checkpointer",
     "FSDPModule",
+    "LoadedCheckpoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RaggedTensor",
@@ -22,7 +31,13 @@ __all__ = [
     "Unit",
     "UnshardHandle",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "load",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "share_comm_ctx",
 ]
