@@ -275,10 +275,6 @@ class ShardedModule(nn.Module):
             unit.rehome()
         return self
 
-    def _save_to_state_dict(self, *args, **kwargs):
-        self._unit.to_sharded()
-        super()._save_to_state_dict(*args, **kwargs)
-
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
         load_into_shards(self, self._unit, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

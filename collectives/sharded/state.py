@@ -12,6 +12,7 @@ import contextlib
 import functools
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,9 +30,9 @@ from .ragged_tensor import RaggedTensor
 
 __all__ = [
     "clean_name", "full_state_dict", "gather_entries", "gather_optimizer_state", "get_model_state_dict",
-    "get_optimizer_state_dict", "inner_module", "load_hook", "load_into_shards", "local_optimizer_state", "map_tensors",
+    "get_optimizer_state_dict", "inner_module", "load_into_shards", "local_optimizer_state", "map_tensors",
     "optimizer_state", "optimizers_of", "part_of", "scatter_optimizer_state", "set_model_state_dict",
-    "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_loads",
+    "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_state_dicts",
 ]  # fmt: skip
 
 _INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpoint wrappers
@@ -68,8 +69,14 @@ def part_of(value: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
         return like.ragged.cut(value.detach(), like.shard_rank)
     if isinstance(value, RaggedTensor) and value.ragged == like.ragged and value.device_mesh == like.device_mesh:
         return value._local_tensor.detach()
-    if value.device_mesh.get_coordinate() is None:
-        raise InvalidArgument(f"it is a DTensor of {value.device_mesh}, of which this rank is no member")
+    mesh = value.device_mesh
+    if mesh.get_coordinate() is None:
+        raise InvalidArgument(f"it is a DTensor of {mesh}, of which this rank is no member")
+    if isinstance(value, RaggedTensor) and mesh.get_group(mesh.ndim - 1).size() != len(value.ragged.counts):
+        raise InvalidArgument(
+            f"it is one of {len(value.ragged.counts)} shards of another job, of other ranks: save whole tensors, "
+            "or use collectives.sharded.save and load"
+        )
     full = value.detach().full_tensor()
     return like.ragged.cut(full, like.shard_rank).clone()
 
@@ -106,47 +113,67 @@ def wants_shards() -> bool:
     return _form.shards
 
 
-def load_hook(
-    module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys, unexpected_keys,
-    error_msgs,
-) -> None:  # fmt: skip
-    """Convert the values for a module's own sharded parameters before torch copies them: a load_state_dict pre-hook.
+class _Hook:
+    """A hook of a module with parameters of a unit, which it makes sharded first. Copies of the module have no unit."""
+
+    def __init__(self, unit=None):
+        self._unit = None if unit is None else weakref.ref(unit)
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def _shard_unit(self) -> None:
+        unit = None if self._unit is None else self._unit()
+        if unit is not None:
+            unit.to_sharded()
+
+
+class _SaveHook(_Hook):
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._shard_unit()
+
+
+class _LoadHook(_Hook):
+    """Converts the values for a module's own sharded parameters before torch copies them.
 
     Values of another shape stay: torch names them, "size mismatch for ...".
     """
-    for name, param in module._parameters.items():
-        key = prefix + name
-        value = state_dict.get(key)
-        if not isinstance(param, RaggedTensor) or not isinstance(value, torch.Tensor):
-            continue
-        if not param.dim() and value.shape == (1,):  # as torch takes it
-            value = value.reshape(())
-        if value.shape != param.shape:
-            continue
-        with torch.no_grad(), _naming(f"load_state_dict() of {key}"):
-            value = param.detach().like(part_of(value, param))
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *_) -> None:
+        self._shard_unit()
+        for name, param in module._parameters.items():
+            key = prefix + name
+            value = state_dict.get(key)
+            if not isinstance(param, RaggedTensor) or not isinstance(value, torch.Tensor):
+                continue
+            if not param.dim() and value.shape == (1,):  # as torch takes it
+                value = value.reshape(())
+            if value.shape != param.shape:
+                continue
+            with _naming(f"load_state_dict() of {key}"):
+                value = param.detach().like(part_of(value, param))
             if local_metadata.get("assign_to_params_buffers") and not param.is_meta:
                 param.copy_(value)
                 value = param  # torch assigns the object that is there: its memory is the unit's
-        state_dict[key] = value
+            state_dict[key] = value
 
 
-def watch_loads(unit) -> None:
-    """Have the modules of a unit's parameters convert what they load; once for a unit."""
+def watch_state_dicts(unit) -> None:
+    """Have the modules of a unit's parameters save shards, and convert what they load; once for a unit."""
     for module in dict.fromkeys(module for param in unit.params for module, _ in param.places):
-        if all(hook.hook is not load_hook for hook in module._load_state_dict_pre_hooks.values()):
-            module.register_load_state_dict_pre_hook(load_hook)
+        module.register_state_dict_pre_hook(_SaveHook(unit))
+        module.register_load_state_dict_pre_hook(_LoadHook(unit))
 
 
 def load_into_shards(module: nn.Module, unit, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Have a unit ready for a load by one of its modules: sharded, and with ``assign=True`` not on the meta device.
+    """Have a unit ready for a load by one of its modules: with ``assign=True`` not on the meta device.
 
-    Called before torch's ``_load_from_state_dict`` of the module; `load_hook` converts the values.
+    Called before torch's ``_load_from_state_dict`` of the module; the hooks of `watch_state_dicts` convert the values.
 
     Raises:
         InvalidUsage: A parameter on the meta device is not in the state dict.
     """
-    unit.to_sharded()
     if not local_metadata.get("assign_to_params_buffers") or not any(param.sharded.is_meta for param in unit.params):
         return
     given = {id(param) for name, param in _named(module) if prefix + name in state_dict}

@@ -1,6 +1,7 @@
 """State dicts of sharded modules and of their optimizers: the unsharded ones' values, in and out, in all forms."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -67,6 +68,11 @@ def models(ctx):
     assert all(isinstance(value, RaggedTensor) for value in model.head.state_dict().values())
     model.conv.load_state_dict({"weight": torch.ones(3, 7, 3), "bias": torch.ones(3)})
     assert torch.equal(full_state_dict(model)["conv.weight"], torch.ones(3, 7, 3))
+    model(IDS)  # stays gathered, for a backward that never comes
+    assert all(isinstance(value, RaggedTensor) for value in model.conv.state_dict().values())
+    model(IDS)
+    model.conv.load_state_dict({"weight": torch.ones(3, 7, 3), "bias": torch.zeros(3)})
+    assert not full_state_dict(model)["conv.bias"].any()
     # What is loaded: whole tensors, shards of other bounds, evenly sharded DTensors; by torch's functions, too.
     mesh = init_device_mesh("cpu", (ctx.size,))
     other = other_values(want)
@@ -262,6 +268,30 @@ def test_refused(tmp_path):
         assert len(errors) == len(wanted)
         for text, want in zip(errors, wanted, strict=True):
             assert want in text
+
+
+@over_gloo
+def pickled(ctx, data):
+    """A job's pickled shards are another job's where it has as many ranks, and are refused where it has not."""
+    model = sharded(3 if data is None else 4)
+    if data is None:
+        stream = io.BytesIO()
+        torch.save(model.state_dict(), stream)
+        return stream.getvalue()
+    state = torch.load(io.BytesIO(data[min(ctx.rank, 1)]))
+    if ctx.size == 2:
+        model.load_state_dict(state)
+        assert not differences(dict(full_state_dict(model)), dict(Net().state_dict()))
+    else:
+        with pytest.raises(InvalidArgument, match="one of 2 shards of another job"):
+            model.load_state_dict(state)
+    return None
+
+
+def test_pickled_shards(tmp_path):
+    data = run(pickled, 2, str(tmp_path / "store"), None)
+    for ranks in (2, 1):
+        run(pickled, ranks, str(tmp_path / f"store {ranks}"), data)
 
 
 @over_gloo
