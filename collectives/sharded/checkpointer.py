@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..errors import InvalidArgument, InvalidUsage, RemoteError, TransportError
+from ..errors import CollectivesError, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from ..json_records import parse_json, parse_text
 from ..secret import read_secret, seal, unseal
 from ..torch_compat import set_nested
@@ -188,6 +188,22 @@ def _planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # buffers are rank 0's
 
 
+@contextlib.contextmanager
+def _reporting(what: str, op: str) -> Iterator[None]:
+    """Raise what DCP and its messages raise as this package's errors; leave out its warning of one process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load).*")
+            yield
+    except dcp.CheckpointException as error:
+        raise _as_error(error, what, op) from error
+    except CollectivesError:
+        raise
+    except RuntimeError as error:  # Gloo's or NCCL's
+        text = f"this rank could not {what}, since other ranks have ended, or don't make the call: {error}"
+        raise RemoteError(text, op=op, rank=_place()[0]) from error
+
+
 def _as_error(error: dcp.CheckpointException, what: str, op: str) -> Exception:
     """Return the error that this rank raises where DCP reports those of several ranks."""
     rank, _ = _place()
@@ -222,28 +238,19 @@ def save(
     """
     target = Path(os.path.abspath(path))
     state = _state_of(model, optimizers, extra)
+    writer = _Writer(target, overwrite=overwrite)
     try:
-        with _alone():
-            dcp.save(
-                state, storage_writer=_Writer(target, overwrite=overwrite), planner=_planner(),
-                no_dist=not dist.is_initialized(),
-            )  # fmt: skip
-    except dcp.CheckpointException as error:
-        _remove(target.with_name(target.name + _PARTIAL))
-        raise _as_error(error, f"write {target}", "save") from error
+        with _reporting(f"write {target}", "save"):
+            dcp.save(state, storage_writer=writer, planner=_planner(), no_dist=not dist.is_initialized())
+    except BaseException:
+        _remove(target)
+        raise
 
 
-def _remove(partial: Path) -> None:
+def _remove(target: Path) -> None:
+    """Remove what there is of a checkpoint that was not completed; rank 0 does."""
     if _place()[0] == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Leave out DCP's warning that there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load).*")
-        yield
+        shutil.rmtree(target.with_name(target.name + _PARTIAL), ignore_errors=True)
 
 
 # ---- Loading.
@@ -284,7 +291,8 @@ def _first_problem(problem: str | None, group=None) -> str | None:
     if not dist.is_initialized():
         return problem
     problems: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
+    with _reporting("check a checkpoint", "load"):
+        dist.all_gather_object(problems, problem, group=group)
     return next((each for each in problems if each is not None), None)
 
 
@@ -322,11 +330,8 @@ class _Reader:
     def _read(self, wanted: dict[tuple, Any]) -> dict[tuple, Any]:
         """Return the values at paths; tensors are read into those that are given. A collective."""
         flat = {self._names[path]: value for path, value in wanted.items()}
-        try:
-            with _alone():
-                dcp.load(flat, storage_reader=self._storage, no_dist=not dist.is_initialized())
-        except dcp.CheckpointException as error:
-            raise _as_error(error, f"read {self._folder}", "load") from error
+        with _reporting(f"read {self._folder}", "load"):
+            dcp.load(flat, storage_reader=self._storage, no_dist=not dist.is_initialized())
         return {path: flat[self._names[path]] for path in wanted}
 
     # ---- The model.
@@ -344,7 +349,7 @@ class _Reader:
         if strict:
             problems += [f"it has no {name}" for name in own if name not in there]
             problems += [f"the model has no {name}" for name in sorted(map(str, there - own.keys()))]
-        for name in own.keys() & there:
+        for name in [name for name in own if name in there]:
             size = getattr(self._entries[self._names[(*root, name)]], "size", None)
             if size is not None and isinstance(own[name], torch.Tensor) and size != own[name].shape:
                 problems.append(f"{name} is {list(size)} there and {list(own[name].shape)} in the model")
@@ -483,7 +488,7 @@ class Checkpointer:
         group = self._open_group()
         target = self.directory / f"step_{step:09}"
         writer = _Writer(target, step=step, done=self._remove_old)
-        with _alone():
+        with _reporting(f"write {target}", "Checkpointer.save"):
             future = dcp.async_save(
                 _state_of(model, optimizers, extra), storage_writer=writer, planner=_planner(), process_group=group,
                 no_dist=group is None,
@@ -504,18 +509,13 @@ class Checkpointer:
             return
         (future, target, world), self._pending = self._pending, None
         try:
-            future.result()
-            return
-        except dcp.CheckpointException as error:
-            cause, raised = error, _as_error(error, f"write {target}", "Checkpointer.save")
-        except RuntimeError as error:  # a rank has ended, and Gloo says so
-            text = f"{target} was not written, since another rank has ended: {error}"
-            cause, raised = error, RemoteError(text, op="Checkpointer.save", rank=_place()[0])
-        _remove(target.with_name(target.name + _PARTIAL))
-        if dist.is_initialized() and dist.group.WORLD is not world:
-            warnings.warn(f"{target} was not written: {raised}", RuntimeWarning, stacklevel=2)
-            return
-        raise raised from cause
+            with _reporting(f"write {target}", "Checkpointer.save"):
+                future.result()
+        except Exception as error:
+            _remove(target)
+            if not dist.is_initialized() or dist.group.WORLD is world:
+                raise
+            warnings.warn(f"{target} was not written: {error}", RuntimeWarning, stacklevel=2)
 
     def _remove_old(self) -> None:
         """Remove all checkpoints but the newest, and what killed jobs have left; called on one rank's thread."""
@@ -560,7 +560,8 @@ class Checkpointer:
         group = self._open_group()
         listed = [self._list()]
         if group is not None:
-            dist.broadcast_object_list(listed, src=0, group=group)
+            with _reporting("list the checkpoints", "Checkpointer.load_latest"):
+                dist.broadcast_object_list(listed, src=0, group=group)
         skipped: dict[str, str] = {}
         for step, path in listed[0]:
             problem = _first_problem(_problem_of(path, step, *_place(group)), group)
