@@ -41,6 +41,7 @@ __all__ = [
     "fsdp_state_class",
     "group_backends",
     "group_timeout_setter",
+    "init_optimizer_state",
     "is_traceable_wrapper_subclass",
     "is_transformed",
     "open_process_groups",
@@ -48,6 +49,7 @@ __all__ = [
     "premul_sum",
     "register_process_group",
     "reset_group_names",
+    "set_nested",
     "storage_use_count",
     "swap_storage_memory",
     "top_saved_tensors_hooks",
@@ -93,6 +95,10 @@ _LAZY = {
     # Lists of the classes of tensors for which optimizers and clip_grad_norm_ choose foreach operations.
     "foreach_types": ("torch.utils._foreach_utils", "_foreach_supported_types"),
     "optimizer_types": ("torch.optim.optimizer", "_foreach_supported_types"),
+    # Gives an optimizer that has not stepped its state, by a step with gradients and a learning rate of 0.
+    "init_optimizer_state": ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
+    # Sets an element of nested dictionaries and lists by its path.
+    "set_nested": ("torch.distributed.checkpoint._traverse", "set_element"),
 }
 
 
