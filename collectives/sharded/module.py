@@ -131,6 +131,11 @@ class ShardedModule(nn.Module):
         """Gather this module's parameters by a user's ``comm(output, input, group, async_op)``, which
         returns None, or an object with ``wait()``.
         """
+        if comm is not None and self._unit.wire is not None:
+            raise InvalidUsage(
+                "a custom all-gather sends parameters as they are: leave HookState's gather out",
+                op="set_custom_all_gather",
+            )
         self._unit.custom_all_gather = comm
 
     # ---- Gradients.

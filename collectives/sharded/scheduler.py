@@ -246,8 +246,6 @@ class Scheduler:
         callback = _Backward(self)
         self._backward = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        for reducer in self._reducers():
-            reducer.begin()
 
     def _finish(self, unit: Unit) -> None:
         """Reshard a unit that the backward needs no more, and reduce its gradients."""

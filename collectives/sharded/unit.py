@@ -335,6 +335,9 @@ class Unit:
                 trainable = [param for param in group.params if param.sharded.requires_grad]
                 reduced += [(param, param.full.grad is not None, param.sharded.grad is None) for param in trainable]
                 self._reduce_group(group)
+        if self.reducer is not None:
+            with self.scheduler.side.after_current():
+                self.reducer.finish(self, reduced)
         return reduced
 
     def _reduce_group(self, group: ParamGroup) -> None:
