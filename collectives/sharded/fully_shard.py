@@ -155,8 +155,9 @@ def shard(
     for names, _, param in found:
         _check_not_sharded(param, names[0], kind, ranks.world.rank)
     reducer = get_reducer(hook_state, ranks)
-    options = None if reducer is None else reducer.describe()
-    _compare(found, kind, ranks, (mp_policy, reshard_after_forward, options, block))
+    options = (("mp_policy", mp_policy), ("reshard_after_forward", reshard_after_forward), ("block", block))
+    described = {name: repr(value) for name, value in options}
+    _compare(found, kind, ranks, {**described, "hook_state": None if reducer is None else reducer.describe()})
     unit = Unit(
         None, ranks=ranks, parameters=found, name=kind, mp_policy=mp_policy, offload_policy=offload_policy, block=block,
         multiple=1 if reducer is None else reducer.multiple,
@@ -186,7 +187,7 @@ def _check_not_sharded(param: nn.Parameter, name: str, kind: str, rank: int) -> 
         )  # fmt: skip
 
 
-def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
+def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
     """Raise `Mismatch` where the ranks shard other parameters; warn where they have other values."""
     described = {
         " = ".join(names): f"{list(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
@@ -194,7 +195,7 @@ def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
     }
     verify_same(
         ranks.world, f"the ranks shard other parameters of a {kind}, or in another way",
-        {"ranks that share it": ranks.comm.size, "options": repr(options), **described},
+        {"ranks that share it": ranks.comm.size, **options, **described},
         "build the same model on all ranks, and call fully_shard with the same arguments",
     )  # fmt: skip
     sums = all_gather_object(ranks.world, sum(_checksum(param) for _, _, param in found))

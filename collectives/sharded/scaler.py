@@ -1,6 +1,7 @@
-"""GradScalers over shards, whose ranks agree on non-finite gradients; see `gradients.found_inf`.
+"""ShardedGradScaler: torch's GradScaler under the name of FSDP's.
 
-Users need not do anything for that; `ShardedGradScaler` is for programs that name FSDP's, or whose
+The operation by which a scaler checks gradients takes the maximum over the ranks of the shards
+itself. So torch.amp.GradScaler is as good; this one is for programs that name FSDP's, or whose
 scaler has more ranks than the shards.
 """
 
@@ -9,9 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..gradients.found_inf import share_found_inf
-from .scheduler import find_schedulers
 
-__all__ = ["ShardedGradScaler", "patch_grad_scaler"]
+__all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -30,7 +30,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, device: str = "cuda", init_scale: float = 2.0**16, backoff_factor: float = 0.5,
         growth_factor: float = 2.0, growth_interval: int = 2000, enabled: bool = True, process_group=None,
     ):  # fmt: skip
-        patch_grad_scaler()
+        if process_group is not None:
+            share_found_inf(_find_no_comms)
         super().__init__(
             device, init_scale=init_scale, backoff_factor=backoff_factor, growth_factor=growth_factor,
             growth_interval=growth_interval, enabled=enabled,
@@ -38,11 +39,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = process_group
 
 
-def patch_grad_scaler() -> None:
-    """Let torch's scalers exchange their findings in shards' gradients."""
-    share_found_inf(_find_comms)
-
-
-def _find_comms(optimizer) -> list:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return [scheduler.comm for scheduler in find_schedulers(params)]
+def _find_no_comms(optimizer) -> list:
+    return []  # other scalers exchange nothing
