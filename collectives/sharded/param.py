@@ -64,9 +64,14 @@ class ShardedParam:
         return flat[self.start : self.start + local.numel()].view(local.shape)
 
     def register(self, param: nn.Parameter) -> None:
-        """Have the modules hold one of the two forms."""
+        """Have the modules hold one of the two forms, in place of the other one.
+
+        What else a module holds, as in torch.func.functional_call, stays.
+        """
+        other = self.full if param is self.sharded else self.sharded
         for module, attribute in self.places:
-            module._parameters[attribute] = param
+            if module._parameters.get(attribute) is other:
+                module._parameters[attribute] = param
 
     def sync_attributes(self) -> None:
         """Give the full form what users have set on the sharded one: requires_grad, and hooks of its gradient."""

@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.communicator import Communicator
+<<<<<<< HEAD
 from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
 from ..torch_compat import current_graph_task_id, is_transformed, will_engine_execute
+=======
+from ..errors import InvalidUsage
+from ..torch_compat import current_graph_task_id, will_engine_execute
+>>>>>>> work-shard
 from .arena import Arena
 from .offload import GradientOffload
 from .streams import SideStream
@@ -161,13 +166,13 @@ class Scheduler:
         wants_grad = torch.is_grad_enabled()
         if wants_grad and unit.requires_grad:
             self._awaiting[unit] = None
-        if is_last and self._depth and not is_transformed():
+        if is_last and self._depth:
             self._reshard_after_forward(unit, wants_grad)
         if self._depth == 0:
             self._end_pass(unit, wants_grad)
 
     def _reshard_after_forward(self, unit: Unit, wants_grad: bool) -> None:
-        if unit.reshard_after_forward is False or (wants_grad and unit in self._kept):
+        if unit.reshard_after_forward is False or unit.stays_gathered or (wants_grad and unit in self._kept):
             return
         unit.reshard_after_pass() if wants_grad else unit.reshard()
 
@@ -177,10 +182,8 @@ class Scheduler:
             self._order = list(map(weakref.ref, forward))
         is_root = len(forward) > 1 or len(self.units) == 1
         for unit in forward:
-            stays = is_transformed()
-            if unit is root and unit.reshard_after_forward is None and is_root:
-                stays |= wants_grad  # the backward begins with it
-            if not stays:
+            begins_backward = unit is root and is_root and wants_grad and unit.reshard_after_forward is None
+            if not begins_backward:
                 self._reshard_after_forward(unit, wants_grad)
             unit.end_pass()
 
@@ -243,6 +246,11 @@ class Scheduler:
             self._finish(unit)
             unit.backwards_left = None
 
+    def note_backward(self, unit: Unit) -> None:
+        """Note that a backward uses a unit, whose forward had no hooks for it."""
+        self._begin_backward()
+        self._in_backward[unit] = None
+
     def _begin_backward(self) -> None:
         if self._is_in_backward:
             return
@@ -283,7 +291,7 @@ class Scheduler:
         self._backward = None
         in_backward, self._in_backward = self._in_backward, {}
         for unit in in_backward:
-            unit.backwards_left, unit.is_open_ended = None, False
+            unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
         if not self.is_last_backward:
             return
         for unit in list(self._awaiting):

@@ -99,6 +99,7 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         # The backward in progress.
         self.backwards_left: int | None = None
+        self.stays_gathered = False  # until a backward's end, since torch.func has transformed a forward
         self.is_open_ended = False  # a forward's inputs want no gradients, so that its backward's end isn't reported
         self._nodes: list[weakref.ref] = []
         self._works: list | None = None  # of a gather in progress
@@ -107,7 +108,8 @@ class Unit:
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
         for param in self.params:
-            param.register(param.sharded)
+            for holder, attribute in param.places:
+                holder._parameters[attribute] = param.sharded
 
     def __repr__(self):
         count = sum(param.shape.numel() for param in self.params)
@@ -155,7 +157,8 @@ class Unit:
             held = module._parameters[attribute]
             if held is not param.sharded:  # torch may replace a Parameter
                 param.sharded = held
-                param.register(held)
+                for other, name in param.places[1:]:
+                    other._parameters[name] = held
         for group in self.groups:
             group.rehome()
         self.versions = ()
