@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -359,7 +360,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 masters=local.get("master_param"),
                 **{column: local[key] for key, column in columns.items()},
                 steps_done=steps or None,
-                positions=random_bit_offsets(group["params"], members, position),
+                positions=[
+                    start + _first_element(param)
+                    for start, param in zip(random_bit_offsets(group["params"], members, position), params, strict=True)
+                ],
                 name=lambda index: f"parameter {members[index]} of group {number}",
             )
             batch = self._batches[number, device, key] = _Batch(params, keys, state_values(states, keys), steps, table)
@@ -594,6 +598,12 @@ def _has_dtensors(tensors) -> bool:
 
 def _local_parts(tensors) -> list:
     return list(map(_local, tensors)) if _has_dtensors(tensors) else list(tensors)
+
+
+def _first_element(param) -> int:
+    """Return which element of the whole tensor a DTensor's local part begins with; 0 for a plain tensor."""
+    chunks = param.__create_chunk_list__() if _is_dtensor(type(param)) else []
+    return sum(map(operator.mul, chunks[0].offsets, param.stride())) if chunks else 0
 
 
 def _gradients(params, members, group) -> list[torch.Tensor]:

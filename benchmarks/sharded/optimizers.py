@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import collectives
-from collectives import sharded
+from collectives.sharded.muon import Muon
 from collectives.sharded.placement import RaggedShard
 from collectives.sharded.ragged_tensor import RaggedTensor
 
@@ -68,7 +68,7 @@ def parameters(kind, count, shape, mesh):
 
 
 def in_turn(calls, arguments):
-    """Return the median time of each call in ms, and the quartiles of its ratio to the last one."""
+    """Return the median time of each call in ms."""
     rounds = {name: [] for name in calls}
     for number in range(arguments.rounds + 1):
         for name in list(calls) if number % 2 else list(reversed(calls)):
@@ -92,24 +92,22 @@ def work(rank, arguments):
             continue
         make, peer, limit = CASES[name]
         calls = {kind: make(parameters(kind, arguments.count, SHAPE, mesh)) for kind in ("ours", peer)}
-        times = in_turn(calls, arguments)
-        yield common | {
-            "case": name, "count": arguments.count, "peer": peer, "limit": limit,
-            "ratio": round(times["ours"] / times[peer], 4), "ms": {kind: round(each, 4) for kind, each in times.items()},
-        }  # fmt: skip
+        yield common | row(name, peer, limit, in_turn(calls, arguments), count=arguments.count)
+
+
+def row(name, peer, limit, times, **more):
+    ratio = round(times["ours"] / times[peer], 4)
+    times = {kind: round(each, 4) for kind, each in times.items()}
+    return {"case": name, **more, "peer": peer, "limit": limit, "ratio": ratio, "ms": times}
 
 
 def measure_muon(arguments, mesh):
     shape, count = (arguments.width, arguments.width), arguments.matrices
-    calls = {"ours": sharded.Muon(parameters("ours", count, shape, mesh)).step}
+    calls = {"ours": Muon(parameters("ours", count, shape, mesh)).step}
     for kind, name in (("ours", "torch_on_ours"), ("fsdp2", "fsdp2")):
         calls[name] = torch.optim.Muon(parameters(kind, count, shape, mesh)).step
     times = in_turn(calls, arguments)
-    return {
-        "case": "muon", "count": count, "width": arguments.width, "peer": "torch_on_ours", "limit": 1.0,
-        "ratio": round(times["ours"] / times["torch_on_ours"], 4),
-        "ms": {kind: round(each, 4) for kind, each in times.items()},
-    }  # fmt: skip
+    return row("muon", "torch_on_ours", 1.0, times, count=count, width=arguments.width)
 
 
 def show(row):

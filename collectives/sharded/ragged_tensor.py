@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
@@ -384,6 +385,11 @@ def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
     return like.ragged.cut(arg, like.shard_rank)
 
 
+def _count_writes(tensors) -> None:
+    """Move the version counters: autograd doesn't for the elements of lists."""
+    increment_version([each for each in tensors if isinstance(each, DTensor) and not each.is_inference()])
+
+
 def _is_larger(arg: torch.Tensor, like: RaggedTensor) -> bool:
     """Return whether the result has another shape than `like` when both are broadcast."""
     if arg.dim() > like.dim():
@@ -409,9 +415,11 @@ def _run_list(func, args, kwargs):
         ]
 
     made = func(*map(locals_of, args), **{key: locals_of(arg) for key, arg in kwargs.items()})
-    for each in _written_args(func, args, kwargs):
+    written = list(_written_args(func, args, kwargs))
+    for each in written:
         if type(each) is _GatheredView:
             each._origin.write_back()
+    _count_writes(written)
     if made is None:
         return None
     return [_wrap_as(first, each) for each, first in zip(made, firsts, strict=True)]
@@ -524,11 +532,14 @@ def _run_gathered(func, args, kwargs):
         return full[id(arg)]
 
     made = func(*map(whole, args), **{key: whole(arg) for key, arg in kwargs.items()})
-    for arg in _written_args(func, args, kwargs):
+    written = list(_written_args(func, args, kwargs))
+    for arg in written:
         if type(arg) is RaggedTensor:
             _keep_part(func, arg, full[id(arg)])
         elif type(arg) is _GatheredView:
             arg._origin.write_back()
+    if func._schema.name.startswith("aten::_foreach_"):
+        _count_writes(written)
     first = given[0]
     is_view = any(each.alias_info is not None for each in func._schema.returns)
 
