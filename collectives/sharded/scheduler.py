@@ -15,14 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.communicator import Communicator
-<<<<<<< HEAD
 from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
-from ..torch_compat import current_graph_task_id, is_transformed, will_engine_execute
-=======
-from ..errors import InvalidUsage
 from ..torch_compat import current_graph_task_id, will_engine_execute
->>>>>>> work-shard
 from .arena import Arena
 from .offload import GradientOffload
 from .streams import SideStream
