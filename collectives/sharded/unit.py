@@ -45,6 +45,7 @@ class Unit:
         mp_policy: As in `fully_shard`.
         offload_policy: As in `fully_shard`.
         block: As in `fully_shard`.
+        multiple: A number of elements of which a rank's part of a flat buffer is a multiple.
 
     Attributes:
         params: The parameters, `ShardedParam`.
