@@ -146,7 +146,7 @@ class HookReducer:
         """Register the parameters' names in the outermost modules, by which residuals are saved."""
         units, self._unnamed = living(self._unnamed), []
         by_place = {place: param.full for unit in units for param in unit.params for place in param.places}
-        for unit in reversed(units):  # inner ones first
+        for unit in reversed(units):  # outermost ones first, since they are made last
             for root in unit.modules:
                 for prefix, part in root.named_modules():
                     named = [(f"{prefix}.{each}".lstrip("."), by_place.get((part, each))) for each in part._parameters]
@@ -390,6 +390,11 @@ def _take_part(key: str, value, param, name: str):
         return value
     local = param._local_tensor
     if hasattr(value, "full_tensor"):
+        if value.placements != param.placements:
+            raise InvalidArgument(
+                f"the {key} to load of {name} lies on its mesh as {value.placements}, the parameter as "
+                f"{param.placements}: load the full state"
+            )
         value = value._local_tensor
     elif value.shape == param.shape:
         value = param.ragged.cut(value, param.shard_rank)
