@@ -46,6 +46,7 @@ __all__ = [
     "open_process_groups",
     "optimizer_types",
     "premul_sum",
+    "register_process_group",
     "reset_group_names",
     "storage_use_count",
     "swap_storage_memory",
@@ -195,6 +196,23 @@ def default_store():
 def open_process_groups():
     """Return a dictionary whose keys are the open process groups."""
     return dist.distributed_c10d._world.pg_map
+
+
+def register_process_group(group, backend: str, store, name: str, ranks: list[int]) -> None:
+    """Make a process group known to torch.distributed, as ``new_group`` does with those that it creates.
+
+    `store`: the one of which the group's is a part; `ranks`: of the default group, in the group's order.
+    """
+    c10d = dist.distributed_c10d
+    world, tag = c10d._world, f"ptd:{name}"
+    group._set_group_name(name)
+    world.pg_map[group] = backend, store
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(backend)))
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+    c10d._register_process_group(name, group)
 
 
 def c10d_backend():

@@ -180,7 +180,7 @@ class HookReducer:
         elements = ring_elements(as_real(flat).numel(), unit.ranks, stages)
         if stages.wire is None:
             self.pipeline.count(1, elements * as_real(flat).itemsize, elements * 4)
-        reduce(flat, out, unit.ranks, stages, unit.index)
+        reduce(flat, out, unit.ranks, stages)
         self.pipeline.totals["seconds_in_hook"] += (time.perf_counter_ns() - begun) * 1e-9
 
     def _begin(self) -> None:

@@ -144,6 +144,10 @@ class ParamGroup:
             is_empty = cuts[self.rank] == cuts[self.rank + 1]
             param.start = 0 if is_empty else max(param.offset - self.rank * self.part, 0)
 
+        ends = [*self.layout.offsets[1:], self.numel]
+        begins = [param.offset + param.shape.numel() for param in self.params]
+        self._gaps = [slice(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
     def _make_shards(self, originals) -> None:
         self.shard = self._allocate_shard(originals[0].is_meta)
         for param, original in zip(self.params, originals, strict=True):
@@ -223,11 +227,10 @@ class ParamGroup:
 
     # ---- Gathering.
 
-    def all_gather(self, *, tag, custom=None, wire=None, neighbours=None, async_op: bool = False):
+    def all_gather(self, *, custom=None, wire=None, neighbours=None, async_op: bool = False):
         """Gather the parameters into memory of the arena. A collective.
 
         Args:
-            tag: The unit's, for messages.
             custom: A user's function in place of the communicator's all-gather.
             wire: A `QuantizedAllGather`, in whose format parameters are sent.
             neighbours: The communicator of the ranks that have kept the parameters between them
@@ -305,16 +308,10 @@ class ParamGroup:
         if len(grads) < len(self.params):
             flat.zero_()
         else:
-            self._zero_gaps(flat)
+            for gap in self._gaps:
+                flat[gap].zero_()
         if grads:
             torch._foreach_copy_(views, grads)
-
-    def _zero_gaps(self, flat: torch.Tensor) -> None:
-        ends = [*self.layout.offsets[1:], self.numel]
-        for param, end in zip(self.params, ends, strict=True):
-            begin = param.offset + param.shape.numel()
-            if begin < end:
-                flat[begin:end].zero_()
 
     def take_output(self) -> torch.Tensor:
         """Return a flat shard for reduced gradients: the memory of those before, if nobody uses it any more."""
@@ -333,7 +330,7 @@ class ParamGroup:
                 view = param.view_shard(reduced)
                 grad = param.sharded.grad
                 if grad is None:
-                    param.sharded.grad = param.sharded.detach().like(view)
+                    param.sharded.grad = param.sharded.like(view)
                 else:
                     grad._local_tensor.add_(view)
 

@@ -41,12 +41,12 @@ class ReduceStages:
     algorithm: str | None = None
 
 
-def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages, tag=None) -> None:
+def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages) -> None:
     """Reduce a flat buffer of gradients over all ranks; write this rank's part to `out`.
 
     A collective, which on the host blocks and on a GPU is ordered on the current stream. `flat` is
-    overwritten. On the host a sum over shards and replicas is one all-reduce, in rank order, with
-    the bits of DDP's.
+    overwritten. On the host of one node a sum over shards and replicas is one all-reduce, in rank
+    order, with the bits of DDP's.
     """
     comm, world = ranks.comm, ranks.world
     flat, out = as_real(flat), as_real(out)
@@ -69,7 +69,7 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
         else:
             comm.reduce_scatter(out, flat, plan.op, **options)
             if ranks.replicas is not None:
-                ranks.replicas.all_reduce(out, plan.op)
+                ranks.replicas.all_reduce(out, "avg" if plan.op == "avg" else "sum", **options)
         plan.after(out)
     if stages.hook is not None:
         stages.hook(out)
@@ -79,7 +79,8 @@ def reduces_whole(ranks: Ranks, stages: ReduceStages) -> bool:
     """Whether all ranks get all of the sum, by one collective of shards and replicas."""
     if ranks.replicas is None or ranks.comm.size == 1:
         return ranks.comm.size == 1
-    return ranks.world._on_host or stages.wire is not None or stages.algorithm is not None
+    on_one_node = ranks.world._on_host and len(ranks.world.machines) == 1
+    return on_one_node or stages.wire is not None or stages.algorithm is not None
 
 
 def ring_elements(numel: int, ranks: Ranks, stages: ReduceStages) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
+from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.step_count import count_steps
 from .managed_params import check_parameter, managed_parameters
@@ -92,6 +93,8 @@ class Unit:
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
+        self._comms = list({id(comm): comm for comm in self.ranks[1:4] if comm is not None}.values())
+        self.set_name(self.name)
         # Settings of FSDP2's methods, which the scheduler reads.
         self.reshard_after_forward: bool | None = True
         self.reshard_after_backward = self.reduces = self.unshard_in_backward = True
@@ -118,6 +121,11 @@ class Unit:
         return f"<Unit {self.name} of {len(self.params)} parameters, {count} elements, {state}>"
 
     # ---- What it is.
+
+    def set_name(self, name: str) -> None:
+        """Set the name in messages, the same on all ranks."""
+        self.name = name
+        self.tag = make_tag(f"unit {self.index}, {name}")
 
     @property
     def comm(self) -> Communicator:
@@ -197,10 +205,12 @@ class Unit:
         if not self.is_unsharded and self._works is None:
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
-            with self.scheduler.side.ordered_alone():
+            comm = self.comm if self.neighbours is None else self.neighbours
+            self.scheduler.note(self, "all_gather")
+            with self.scheduler.side.ordered_alone(), tagged(self.tag, comm):
                 works = [
                     group.all_gather(
-                        tag=self.index, custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
+                        custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
                         async_op=async_op and not self.scheduler.side,
                     )
                     for group in self.groups
@@ -338,6 +348,7 @@ class Unit:
         reduced = []
         for group in self.groups:
             if group.requires_grad:
+                self.scheduler.note(self, "reduce")
                 trainable = [param for param in group.params if param.sharded.requires_grad]
                 reduced += [(param, param.full.grad is not None, param.sharded.grad is None) for param in trainable]
                 self._reduce_group(group)
@@ -358,11 +369,11 @@ class Unit:
         if group.reduce_dtype != group.dtype:
             out = torch.empty(group.part, dtype=group.reduce_dtype, device=self.device)
         side.hold(out, grads)
-        with side.after_current():
+        with side.after_current(), tagged(self.tag, *self._comms):
             if self.reducer is not None:
                 self.reducer.reduce(self, group, flat, out)
             else:
-                reduce(flat, out, self.ranks, self.stages, self.index)
+                reduce(flat, out, self.ranks, self.stages)
             arena.give(block)
             if out is not grads:
                 grads.copy_(out)
