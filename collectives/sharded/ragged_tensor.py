@@ -213,9 +213,15 @@ class _Origin:
             _gather(self.tensor, self.full)
             self.version = self.tensor._version
 
-    def write_back(self) -> None:
-        """Write this rank's part of the gathered copy to the tensor, before autograd counts the write."""
-        self.tensor._local_tensor.copy_(self.tensor.ragged.cut(self.full, self.tensor.shard_rank))
+    def write_back(self, view: torch.Tensor) -> None:
+        """Write this rank's part of a view of the gathered copy to the tensor, before autograd counts the write."""
+        cut, rank, local = self.tensor.ragged.cut, self.tensor.shard_rank, self.tensor._local_tensor
+        part = cut(self.full, rank)
+        if view.dtype == part.dtype:  # nothing but the view's elements: other views may have written the others
+            is_written = torch.zeros_like(self.full, dtype=torch.bool)
+            is_written.as_strided(view.size(), view.stride(), view.storage_offset()).fill_(True)
+            part = torch.where(cut(is_written, rank), part, local)
+        local.copy_(part)
         self.version = self.tensor._version + 1
 
 
@@ -418,7 +424,7 @@ def _run_list(func, args, kwargs):
     written = list(_written_args(func, args, kwargs))
     for each in written:
         if type(each) is _GatheredView:
-            each._origin.write_back()
+            each._origin.write_back(each._local_tensor)
     _count_writes(written)
     if made is None:
         return None
@@ -537,7 +543,7 @@ def _run_gathered(func, args, kwargs):
         if type(arg) is RaggedTensor:
             _keep_part(func, arg, full[id(arg)])
         elif type(arg) is _GatheredView:
-            arg._origin.write_back()
+            arg._origin.write_back(arg._local_tensor)
     if func._schema.name.startswith("aten::_foreach_"):
         _count_writes(written)
     first = given[0]
