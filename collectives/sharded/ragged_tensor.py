@@ -615,14 +615,18 @@ def _view(func, args, kwargs):
     return tensor.like(tensor._local_tensor.view_as(tensor._local_tensor))
 
 
-def _view_as_real(func, args, kwargs):
-    """View complex rows as real ones, and the other way round."""
-    tensor, made = args[0], func(args[0]._local_tensor)
+def _view_complex(func, args, kwargs):
+    """View complex rows as real ones, or the other way round."""
+    tensor, placement, local = args[0], args[0].ragged, args[0]._local_tensor
     shape = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")).shape
-    placement = tensor.ragged
-    if not placement.by_rows or len(shape) == 1:  # pairs of elements, which a complex parameter never has cut
-        made, factor = made.reshape(-1), shape.numel() / max(1, tensor.numel())
-        placement = RaggedShard([int(bound * factor) for bound in placement.bounds], by_rows=False)
+    if placement.by_rows and shape:
+        made = func(local)
+    elif tensor.is_complex():
+        made = func(local).view(-1)
+        placement = RaggedShard([2 * bound for bound in placement.bounds], by_rows=False)
+    else:  # of what was cut as complex numbers
+        made = func(local.reshape(-1, 2))
+        placement = RaggedShard([bound // 2 for bound in placement.bounds], by_rows=False)
     return RaggedTensor.from_local(made, shape, tensor._spec.mesh, placement)
 
 
@@ -643,8 +647,8 @@ _DISPATCH: dict[Any, Callable] = {
     aten.sum.default: _sum,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite_and_unscale,
     aten.view.default: _view,
-    aten.view_as_real.default: _view_as_real,
-    aten.view_as_complex.default: _view_as_real,
+    aten.view_as_real.default: _view_complex,
+    aten.view_as_complex.default: _view_complex,
     aten.equal.default: _compare,
     aten.allclose.default: _compare,
     aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
