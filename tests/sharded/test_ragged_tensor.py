@@ -155,7 +155,8 @@ def check_kinds(mesh):
         torch.randn(5, dtype=torch.complex64), torch.tensor(2.5), torch.empty(0, 3), torch.empty(3, 0),
     ]  # fmt: skip
     for full, a in zip(tensors, sharded(tensors, mesh), strict=True):
-        compare("kinds", [a, a + a, a == a, a.clone().zero_()], [full, full + full, full == full, torch.zeros_like(full)])
+        wanted = [full, full + full, full == full, torch.zeros_like(full)]
+        compare("kinds", [a, a + a, a == a, a.clone().zero_()], wanted)
         if full.dtype.is_complex:
             pairs = torch.view_as_real(a)
             assert isinstance(pairs, RaggedTensor)
