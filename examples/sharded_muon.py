@@ -21,6 +21,7 @@ from pathlib import Path
 import jobs
 import torch
 from char_gpt import GPT, Texts, loss_of
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
@@ -98,7 +99,7 @@ def train_on(way, initial, texts, arguments, comm):
             bar.update()
     comm.all_reduce(losses, op="avg")
     kept = sum(
-        value.numel() * value.element_size()
+        (value.to_local() if isinstance(value, DTensor) else value).nbytes
         for each in optimizers
         for entries in each.state.values()
         for value in entries.values()
