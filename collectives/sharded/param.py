@@ -8,6 +8,7 @@ gathered buffer. Both objects live as long as the unit; the module holds one of 
 from __future__ import annotations
 
 import sys
+import warnings
 
 import torch
 from torch import nn
@@ -125,6 +126,13 @@ class ParamGroup:
         self.layout = plan_layout(
             sizes, grains, self.size, rows=rows, itemsize=narrowest, multiple=max(1, multiple)
         )
+        cut = [param.name for param, fits in zip(self.params, self.layout.by_grains, strict=True) if not fits]
+        if block > 1 and cut and self.rank == 0:
+            warnings.warn(
+                f"blocks of {block} rows don't fit into the equal parts of {self.size} ranks without much padding: "
+                f"{', '.join(cut[:8])}{' and others' if len(cut) > 8 else ''} have blocks on two ranks each",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
         self.part = self.layout.part
         self.numel = self.part * self.size
         self._block: Block | None = None

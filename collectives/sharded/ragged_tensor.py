@@ -29,6 +29,10 @@ from .placement import RaggedShard
 __all__ = ["RaggedTensor"]
 
 aten = torch.ops.aten
+_GATHERED_IN_FORWARD = (
+    "it is gathered for the forward of its module, and for methods that register_forward_method(module, name) was "
+    "called for, such as generate"
+)
 
 
 class RaggedTensor(DTensor):
@@ -321,16 +325,17 @@ def _refuse_plain(func, arg: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of at most one element, which is the same on all ranks; raise for any other one."""
     if arg.numel() > 1:
         raise InvalidUsage(
-            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: compute on "
-            "param.full_tensor(), or write to param.to_local()"
+            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: {_GATHERED_IN_FORWARD}, "
+            "or compute on param.full_tensor()"
         )
     return arg
 
 
 def _refuse_mix(func, tensor, other, why: str):
     raise InvalidUsage(
-        f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: use a tensor "
-        "with the same placements, as torch.zeros_like(param) makes it, or compute on param.to_local()"
+        f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: "
+        f"{_GATHERED_IN_FORWARD}; elsewhere use a tensor with the same placements, as torch.zeros_like(param) makes it, "
+        "or compute on param.to_local()"
     )
 
 
