@@ -325,8 +325,8 @@ def _refuse_plain(func, arg: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of at most one element, which is the same on all ranks; raise for any other one."""
     if arg.numel() > 1:
         raise InvalidUsage(
-            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: {_GATHERED_IN_FORWARD}, "
-            "or compute on param.full_tensor()"
+            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: "
+            f"{_GATHERED_IN_FORWARD}, or compute on param.full_tensor()"
         )
     return arg
 
@@ -334,8 +334,8 @@ def _refuse_plain(func, arg: torch.Tensor) -> torch.Tensor:
 def _refuse_mix(func, tensor, other, why: str):
     raise InvalidUsage(
         f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: "
-        f"{_GATHERED_IN_FORWARD}; elsewhere use a tensor with the same placements, as torch.zeros_like(param) makes it, "
-        "or compute on param.to_local()"
+        f"{_GATHERED_IN_FORWARD}; elsewhere use a tensor with the same placements, as torch.zeros_like(param) makes "
+        "it, or compute on param.to_local()"
     )
 
 
