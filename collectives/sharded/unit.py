@@ -168,6 +168,8 @@ class Unit:
                 param.sharded = held
                 for other, name in param.places[1:]:
                     other._parameters[name] = held
+        if len(self.modules) > 1 and len({param.local.is_meta for param in self.params}) > 1:
+            return  # to_empty() goes from module to module: the others come next
         for group in self.groups:
             group.rehome()
         self.versions = ()
