@@ -189,6 +189,8 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
+            if any(group.shard.is_meta for group in self.groups):
+                self.rehome()  # modules inside may have got memory since
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             with self.scheduler.side.ordered_alone():
