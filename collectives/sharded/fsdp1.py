@@ -26,6 +26,7 @@ from .managed_params import units_in
 from .materialize import cast_buffers, prepare
 from .mesh import resolve_mesh
 from .module import ShardedModule
+from .precision import map_tensors
 from .wrap import parse_ignored, units_of
 
 __all__ = ["ShardedDataParallel"]
@@ -246,7 +247,7 @@ class ShardedDataParallel(ShardedModule):
             return state.gather_optimizer_state(
                 model, made, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only
             )
-        return state.move_to_host(made) if config.offload_to_cpu else made
+        return map_tensors(lambda tensor: tensor.cpu(), made) if config.offload_to_cpu else made
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -278,14 +279,14 @@ class ShardedDataParallel(ShardedModule):
         return state.optimizer_state(model, optim)
 
     @staticmethod
-    def shard_full_optim_state_dict(full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input=None, optim=None):
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input=None, optim=None
+    ) -> dict[str, Any]:
         """Return what ``optim.load_state_dict`` takes, from whole state that each rank has. A local call.
 
         `optim_input`: what the optimizer was made of. None: ``model.parameters()``.
         """
-        if optim is None:
-            optim = torch.optim.Optimizer(model.parameters() if optim_input is None else optim_input, {})
-        return state.local_optimizer_state(model, optim, full_optim_state_dict)
+        return state.local_optimizer_state(model, optim or _optimizer_of(model, optim_input), full_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -299,3 +300,33 @@ class ShardedDataParallel(ShardedModule):
     def flatten_sharded_optim_state_dict(sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim):
         """Return what ``optim.load_state_dict`` takes, from `sharded_optim_state_dict`'s result. A local call."""
         return state.local_optimizer_state(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any], optim_state_key_type, model: nn.Module, optim_input=None, optim=None
+    ) -> dict[str, Any]:
+        """Return whole optimizer state with the parameters' names as keys, or their numbers. A local call.
+
+        `model`: an unsharded one, or a sharded one. `optim_input`: as of `shard_full_optim_state_dict`.
+        """
+        by_id = {id(param): name for name, param in model.named_parameters()}
+        groups = (optim or _optimizer_of(model, optim_input)).param_groups
+        names = [by_id[id(param)] for group in groups for param in group["params"]]
+        by_name = parse_enum(fsdp.OptimStateKeyType, optim_state_key_type, "optim_state_key_type").name == "PARAM_NAME"
+        pairs = list(enumerate(names))
+        keys = {number: name if by_name else number for number, name in pairs}
+        keys |= {name: name if by_name else number for number, name in pairs}
+        unknown = [key for key in optim_state_dict["state"] if key not in keys]
+        if unknown:
+            raise InvalidArgument(f"the optimizer state is of another model: this one has no parameter {unknown[0]!r}")
+        return {
+            "state": {keys[key]: entries for key, entries in optim_state_dict["state"].items()},
+            "param_groups": [
+                {**group, "params": [keys[key] for key in group["params"]]} for group in optim_state_dict["param_groups"]
+            ],
+        }
+
+
+def _optimizer_of(model: nn.Module, optim_input) -> torch.optim.Optimizer:
+    """Return an optimizer that has only the parameter groups."""
+    return torch.optim.Optimizer(model.parameters() if optim_input is None else optim_input, {})
