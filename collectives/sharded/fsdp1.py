@@ -244,9 +244,7 @@ class ShardedDataParallel(ShardedModule):
         config = settings.optim_state_dict_config
         made = state.optimizer_state(model, optim, raw=optim_state_dict)
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            return state.gather_optimizer_state(
-                model, made, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only
-            )
+            return state.gather_optimizer_state(model, made, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
         return map_tensors(lambda tensor: tensor.cpu(), made) if config.offload_to_cpu else made
 
     @staticmethod
@@ -322,7 +320,8 @@ class ShardedDataParallel(ShardedModule):
         return {
             "state": {keys[key]: entries for key, entries in optim_state_dict["state"].items()},
             "param_groups": [
-                {**group, "params": [keys[key] for key in group["params"]]} for group in optim_state_dict["param_groups"]
+                {**group, "params": [keys[key] for key in group["params"]]}
+                for group in optim_state_dict["param_groups"]
             ],
         }
 

@@ -45,9 +45,8 @@ def materialize(
     units = units_in(module)
     if device is None:
         device = units[0].device if units else torch.device("cpu")
-    for each in module.modules():
-        if _has_meta(each):
-            _initialise(each, torch.device(device), param_init_fn)
+    for each in list(filter(_has_meta, module.modules())):  # both holders of a tied weight, as in one process
+        _initialise(each, torch.device(device), param_init_fn)
     for unit in units:
         unit.rehome()
     return module
@@ -104,9 +103,8 @@ def prepare(
     """
     members: dict[nn.Module, None] = {}
     _collect(module, {part for each in skipped for part in each.modules()}, members)
-    for each in members:
-        if _has_meta(each):
-            _initialise(each, ranks.device, param_init_fn)
+    for each in list(filter(_has_meta, members)):
+        _initialise(each, ranks.device, param_init_fn)
     if sync:
         left_alone = set(map(id, ignored))
         held = {id(one): one for each in members for one in (*each._parameters.values(), *each._buffers.values())}
@@ -124,9 +122,7 @@ def _collect(module: nn.Module, skipped: set[nn.Module], members: dict[nn.Module
             _collect(child, skipped, members)
 
 
-def cast_buffers(
-    module: nn.Module, dtype: torch.dtype, exempt: tuple[type, ...], skipped: Iterable[nn.Module]
-) -> None:
+def cast_buffers(module: nn.Module, dtype: torch.dtype, exempt: tuple[type, ...], skipped: Iterable[nn.Module]) -> None:
     """Cast the floating buffers of a module and of those inside, except of some classes and modules."""
     inside = {part for each in skipped for part in each.modules()}
     for each in module.modules():

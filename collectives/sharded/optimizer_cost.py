@@ -116,12 +116,15 @@ class _Temporaries(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         made = function(*args, **(kwargs or {}))
         self._live = {key: live for key, live in self._live.items() if not live[0].expired()}
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given and leaf.numel() >= _COUNT:
-                storage = leaf.untyped_storage()
+        for storage in _storages(made):
+            if storage._cdata not in given and storage.nbytes() >= _COUNT:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, sum(nbytes for _, nbytes in self._live.values()))
         return made
+
+
+def _storages(tree) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
