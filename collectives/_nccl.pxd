@@ -75,6 +75,9 @@ cdef extern from "coll/host_abi.h" nogil:
         double sum_of_squares
         double nonfinite
 
+    ctypedef enum collHostErrorKind_t:
+        collHostErrorMismatch
+
     ctypedef struct collHostErrorInfo_t:
         size_t size
         int code
@@ -86,6 +89,7 @@ cdef extern from "coll/host_abi.h" nogil:
         char op[32]
         char text[4096]
         int peers[1024]
+        uint32_t tag
 
 
 cdef extern from "_nccl_table.h" nogil:
@@ -194,6 +198,7 @@ cdef extern from "_nccl_table.h" nogil:
                                              cudaStream_t stream) noexcept nogil
         ncclResult_t (*collHostCheckParts)(const void* all, int nranks, int rank) noexcept nogil
         ncclResult_t (*collHostLabel)(const char* op, const char* datatype) noexcept nogil
+        ncclResult_t (*collHostTag)(uint32_t tag) noexcept nogil
         ncclResult_t (*collHostFlightRecord)(collFlightRecord_t* record) noexcept nogil
         ncclResult_t (*collHostGroupCancel)() noexcept nogil
 
@@ -239,11 +244,12 @@ cdef enum FlightOp:     # the order of FLIGHT_OPS
 cdef class FlightRing:
     cdef Py_buffer view
     cdef collFlightHeader_t* ring
-    cdef dict line_numbers      # by text
+    cdef dict line_numbers      # by tag, or (text, tag)
     cdef object find_line
     cdef readonly object on_error
-    cdef collFlightRecord_t* begin(self, int op, size_t count, int dtype, size_t stream, int peer, int flags) noexcept
-    cdef int line_number(self) noexcept
+    cdef collFlightRecord_t* begin(self, int op, size_t count, int dtype, size_t stream, int peer, int flags,
+                                   uint32_t tag) noexcept
+    cdef int line_number(self, uint32_t tag) noexcept
     cdef int write_line(self, int number, bytes text) except -1
 
 
@@ -260,6 +266,9 @@ cdef class Comm:
     cdef const char* last_op
     cdef size_t number, last_count, last_stream
     cdef int last_dtype
+    cdef readonly uint32_t last_tag
+    # Of all calls from now on, 0 for none: a number of `tag_names`.
+    cdef public uint32_t tag
     cdef FlightRing ring        # None: not recorded
     cdef ncclComm_t enter(self, void* function, const char* name) except NULL
     cdef int leave(self, ncclResult_t code, const char* name) except -1

@@ -68,7 +68,10 @@ cdef class Comm:
         group that the library's ``groups`` doesn't hold.
         """
         self.last_op, self.last_count, self.last_dtype, self.last_stream = name, count, dtype, stream
+        self.last_tag = self.tag
         self.number += 1
+        if self.tag and self.api.collHostTag is not NULL:
+            self.api.collHostTag(self.tag)
         return NULL if self.ring is None else self.record(op, count, dtype, stream, peer, grouped)
 
     cdef collFlightRecord_t* record(self, FlightOp op, size_t count, int dtype, size_t stream, int peer,
@@ -78,7 +81,7 @@ cdef class Comm:
         cdef collFlightRecord_t* record
         if not queued and self.library.is_host:
             flags |= collFlightBlocking
-        record = self.ring.begin(op, count, dtype, stream, peer, flags)
+        record = self.ring.begin(op, count, dtype, stream, peer, flags, self.tag)
         if queued and self.api.collHostFlightRecord is not NULL:    # the engine records its start and its end
             self.api.collHostFlightRecord(record)
         return record
@@ -115,7 +118,8 @@ cdef class Comm:
         error = error_of(self.library, self, code, name)
         if self.closed and isinstance(error, errors.Aborted):       # abort() had to revoke first: the error names abort
             error = errors.Aborted("abort() closed the communicator during the call", code=error.code, op=error.op,
-                                   rank=error.rank, seq=error.seq, nbytes=error.nbytes, detail=error.detail)
+                                   rank=error.rank, seq=error.seq, nbytes=error.nbytes, detail=error.detail,
+                                   tag=error.tag)
         if self.ring is not None and self.ring.on_error is not None:
             self.ring.on_error(error)
         raise error

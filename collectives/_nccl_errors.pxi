@@ -1,12 +1,25 @@
 # Exceptions of the binding: the only place where an exception is made from a result code.
 
-ErrorInfo = namedtuple("ErrorInfo", "code kind rank peers seq nbytes op text")
+ErrorInfo = namedtuple("ErrorInfo", "code kind rank peers seq nbytes op text tag", defaults=(None,))
 ErrorInfo.__doc__ = """Report of the host engine on a failed or a pending operation.
 
 ``code`` (ncclResult_t), ``kind`` ("timeout", "remote", ...), ``rank`` (who reports, or None),
 ``peers`` (ranks that it is about), ``seq`` (number of the collective on its communicator),
-``nbytes``, ``op`` ("all_reduce", or None), ``text``.
+``nbytes``, ``op`` ("all_reduce", or None), ``text``, ``tag`` (the name of the operation's tag, or None).
 """
+
+# The names of tags, by number: see `Comm.tag`.
+tag_names = {}
+
+
+cpdef name_of_tag(uint32_t tag):
+    """Return the name of a tag, "tag N" where this process has none for it; None for 0, which is no tag."""
+    return (<dict> tag_names).get(tag, f"tag {tag}") if tag else None
+
+
+cdef str with_tag_names(str text):
+    """Return a text of the engine, which has tags as numbers, with their names."""
+    return re.sub(r"(?<= of )tag (\d+)", lambda found: name_of_tag(int(found[1])), text)
 
 # Exception classes by collHostErrorKind_t, then by ncclResult_t.
 cdef tuple KINDS = ("none", "argument", "usage", "mismatch", "timeout", "remote", "aborted", "interrupted", "memory",
@@ -56,7 +69,8 @@ cdef object info_of(const collHostErrorInfo_t* info):
         seq=info.seq,
         nbytes=info.bytes,
         op=op_name(op) if op else None,
-        text=text_of(info.text),
+        text=with_tag_names(text_of(info.text)) if info.kind == collHostErrorMismatch else text_of(info.text),
+        tag=name_of_tag(info.tag),
     )
 
 
@@ -67,7 +81,7 @@ cdef object exception_of(object info, str op, object rank):
     """
     return CLASS_OF_KIND.get(info.kind, errors.InternalError)(
         info.text, code=info.code, op=info.op or op, rank=rank if info.rank is None else info.rank, peers=info.peers,
-        seq=info.seq, nbytes=info.nbytes)
+        seq=info.seq, nbytes=info.nbytes, tag=info.tag)
 
 
 cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* function):
@@ -101,7 +115,7 @@ cdef object error_of(Library library, Comm comm, ncclResult_t code, const char* 
     sentence = sentence or f"result code {<int> code}"
     return CLASS_OF_CODE.get(code, errors.InternalError)(
         f"{sentence}; the library's last error: {detail}" if detail else sentence, code=<int> code, op=op,
-        rank=rank, detail=detail or sentence)
+        rank=rank, detail=detail or sentence, tag=None if comm is None else name_of_tag(comm.last_tag))
 
 
 cdef int let_signals_win(bint interrupted) except -1:

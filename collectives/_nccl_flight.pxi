@@ -64,9 +64,10 @@ cdef class FlightRing:
         """The number of operations so far."""
         return self.ring.issued
 
-    def add(self, int op, size_t count, int dtype, size_t stream=0, int peer=-1, bint collective=True):
-        """Record an operation, and return its number. ``op``: its place in FLIGHT_OPS."""
-        self.begin(op, count, dtype, stream, peer, (collFlightCollective if collective else 0))
+    def add(self, int op, size_t count, int dtype, size_t stream=0, int peer=-1, bint collective=True,
+            uint32_t tag=0):
+        """Record an operation, and return its number. ``op``: its place in FLIGHT_OPS; ``tag``: as `Comm.tag`."""
+        self.begin(op, count, dtype, stream, peer, (collFlightCollective if collective else 0), tag)
         return self.ring.issued
 
     def start(self, uint64_t number):
@@ -83,22 +84,26 @@ cdef class FlightRing:
             self.ring.completed_at = when
             self.ring.completed = number
 
-    cdef collFlightRecord_t* begin(self, int op, size_t count, int dtype, size_t stream, int peer, int flags) noexcept:
+    cdef collFlightRecord_t* begin(self, int op, size_t count, int dtype, size_t stream, int peer, int flags,
+                                   uint32_t tag) noexcept:
         cdef int line = 0
-        if self.find_line is not None:
-            line = self.line_number()
+        if tag or self.find_line is not None:
+            line = self.line_number(tag)
         return collFlightBegin(self.ring, op, count, dtype, stream, peer, flags, line)
 
-    cdef int line_number(self) noexcept:
+    cdef int line_number(self, uint32_t tag) noexcept:
+        """Return the number of a line name: the program's line, and behind a tab the tag's name."""
         try:
-            text = self.find_line()
-            number = self.line_numbers.get(text)
+            key = tag if self.find_line is None else (self.find_line(), tag)
+            number = self.line_numbers.get(key)
             if number is None:
                 number = self.ring.lines_used + 1
                 if number > collFlightLines:
                     return 0
-                self.write_line(number, text.encode("utf-8", "replace")[-(collFlightLineBytes - 1):])
-                self.line_numbers[text] = number
+                text = "" if self.find_line is None else key[0]
+                name = f"\t{name_of_tag(tag)[:60]}" if tag else ""
+                self.write_line(number, f"{text}{name}".encode("utf-8", "replace")[-(collFlightLineBytes - 1):])
+                self.line_numbers[key] = number
             return number
         except Exception:       # of a frame's attributes; the operation itself must go on
             return 0

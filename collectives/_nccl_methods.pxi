@@ -121,3 +121,22 @@ FAST_METHODS = {
     "all_gather": fast_all_gather, "broadcast": fast_broadcast, "all_to_all": fast_all_to_all,
     "gather": fast_gather, "scatter": fast_scatter, "send": fast_send, "recv": fast_recv,
 }
+
+
+cdef class TagOfCalls:
+    """The attribute ``tag`` of `Communicator`, which is that of its `Comm`: a property in Python takes
+    longer than what it does.
+    """
+
+    def __get__(self, comm, owner):
+        if comm is None:
+            return self
+        native = comm._native
+        return (<Comm> native).tag if type(native) is Comm else native.tag
+
+    def __set__(self, comm, tag):
+        native = comm._native
+        if type(native) is Comm:
+            (<Comm> native).tag = tag
+        else:
+            native.tag = tag

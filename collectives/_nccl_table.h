@@ -80,6 +80,7 @@
   F(collHostCompareParts, 0) \
   F(collHostCheckParts, 0) \
   F(collHostLabel, 0) \
+  F(collHostTag, 0) \
   F(collHostFlightRecord, 0) \
   F(collHostGroupCancel, 0)
 

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-_FIELDS = ("message", "code", "op", "rank", "peers", "seq", "nbytes", "detail")
+_FIELDS = ("message", "code", "op", "rank", "peers", "seq", "nbytes", "detail", "tag")
 
 
 class CollectivesError(RuntimeError):
@@ -38,9 +38,12 @@ class CollectivesError(RuntimeError):
         seq: The number of the operation.
         nbytes: The bytes of the operation.
         detail: The library's own words.
+        tag: The name of the operation's tag, see `Communicator.tag`; None where it has none.
     """
 
-    def __init__(self, message="", *, code=None, op=None, rank=None, peers=(), seq=None, nbytes=None, detail=None):
+    def __init__(
+        self, message="", *, code=None, op=None, rank=None, peers=(), seq=None, nbytes=None, detail=None, tag=None
+    ):  # fmt: skip
         self.message = str(message)
         self.code = code
         self.op = op
@@ -49,12 +52,12 @@ class CollectivesError(RuntimeError):
         self.seq = seq
         self.nbytes = nbytes
         self.detail = detail if detail is not None else self.message
+        self.tag = tag
         super().__init__(self.message)
 
     def __str__(self):
-        where = " ".join(
-            part for part in (self.op or "", f"[rank {self.rank}]" if self.rank is not None else "") if part
-        )
+        op = f"{self.op} of {self.tag}" if self.op and self.tag else self.op or ""
+        where = " ".join(part for part in (op, f"[rank {self.rank}]" if self.rank is not None else "") if part)
         return f"{where}: {self.message}" if where else self.message
 
     def __reduce__(self):

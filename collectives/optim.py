@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import numbers
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,13 +76,13 @@ class _Batch:
     """Parameters of one group and device that one launch steps, as of when their table was made."""
 
     def __init__(self, params, keys, held, steps, table):
-        self.params = params
+        self.params = table.params if same_objects(table.params, params) else params  # of DTensors it has local parts
         self.keys = keys  # of the state
         self.held = held  # what the state had there
         self.steps = steps  # how many each parameter has done
         self.table = table
         # Inference tensors have no version counters.
-        several = [params] if same_objects(table.params, params) else [params, table.params]  # local parts of DTensors
+        several = [params] if table.params is self.params else [params, table.params]
         self.counted = [param for each in several for param in each if not param.is_inference()]
         self.versions: list[int | None] = []  # of the parameters' memory after the last step; None: not known
 
@@ -89,6 +90,7 @@ class _Batch:
         return (
             keys == self.keys
             and same_objects(params, self.params)
+            and (self.table.params is self.params or same_objects(_local_parts(params), self.table.params))
             and same_objects(state_values([states[param] for param in params], keys), self.held)
             and self.table.find_moved() is None
         )
@@ -341,7 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         counts = ["step"] if self._counts_steps(group) else []
         masters = ["master_param"] if group["master_weights"] else []
         keys = [*columns, *masters, *counts]
-        grads = [_gradient(param, index, number) for param, index in zip(params, members, strict=True)]
+        grads = _gradients(params, members, number)
         batch = self._batches.get((number, device, key))
         if batch is not None and batch.current(params, keys, self.state):
             batch.table.set_grads(grads)
@@ -350,7 +352,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             states = [self._state(param, group, columns) for param in params]
             local = {key: [_local(state.get(key)) for state in states] for key in [*columns, *masters]}
             steps = [state["step"] for state in states] if counts else []
-            memory = [_local(param) for param in params]
+            memory = _local_parts(params)
             table = ParameterTable(
                 self._op,
                 memory,
@@ -358,7 +360,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 masters=local.get("master_param"),
                 **{column: local[key] for key, column in columns.items()},
                 steps_done=steps or None,
-                positions=random_bit_offsets(group["params"], members, position),
+                positions=[
+                    start + _first_element(param)
+                    for start, param in zip(random_bit_offsets(group["params"], members, position), params, strict=True)
+                ],
                 name=lambda index: f"parameter {members[index]} of group {number}",
             )
             batch = self._batches[number, device, key] = _Batch(params, keys, state_values(states, keys), steps, table)
@@ -578,25 +583,42 @@ def _check_lr(lr) -> None:
 
 def _local(tensor):
     """Return a DTensor's local tensor; any other tensor, or None, itself."""
-    return tensor.to_local() if _is_dtensor(type(tensor)) else tensor
+    return tensor._local_tensor if _is_dtensor(type(tensor)) else tensor
 
 
 @functools.cache
 def _is_dtensor(cls: type) -> bool:
-    """Whether a class is DTensor, or like it: of tensors that have another one inside."""
-    return hasattr(cls, "to_local") and hasattr(cls, "__tensor_flatten__")
+    """Whether a class is DTensor, or one of its subclasses."""
+    return hasattr(cls, "_local_tensor") and hasattr(cls, "__tensor_flatten__")
 
 
-def _gradient(param, index, group) -> torch.Tensor:
-    grad = param.grad
-    if not _is_dtensor(type(param)) and not _is_dtensor(type(grad)):
-        return grad
-    if getattr(grad, "placements", None) != getattr(param, "placements", None):
-        ours, theirs = getattr(param, "placements", None), getattr(grad, "placements", None)
-        raise InvalidArgument(
-            f"parameter {index} of group {group} lies on its mesh as {ours}, its gradient as {theirs}: redistribute it"
-        )
-    return _local(grad)
+def _has_dtensors(tensors) -> bool:
+    return any(map(_is_dtensor, set(map(type, tensors))))
+
+
+def _local_parts(tensors) -> list:
+    return list(map(_local, tensors)) if _has_dtensors(tensors) else list(tensors)
+
+
+def _first_element(param) -> int:
+    """Return which element of the whole tensor a DTensor's local part begins with; 0 for a plain tensor."""
+    chunks = param.__create_chunk_list__() if _is_dtensor(type(param)) else []
+    return sum(map(operator.mul, chunks[0].offsets, param.stride())) if chunks else 0
+
+
+def _gradients(params, members, group) -> list[torch.Tensor]:
+    """Return the parameters' gradients, as plain tensors."""
+    grads = [param.grad for param in params]
+    if not _has_dtensors(params) and not _has_dtensors(grads):
+        return grads
+    for param, grad, index in zip(params, grads, members, strict=True):
+        ours, theirs = getattr(param, "_spec", None), getattr(grad, "_spec", None)
+        if ours is not theirs and getattr(ours, "placements", None) != getattr(theirs, "placements", None):
+            raise InvalidArgument(
+                f"parameter {index} of group {group} lies on its mesh as {param.placements}, its gradient as "
+                f"{grad.placements}: redistribute it"
+            )
+    return list(map(_local, grads))
 
 
 def _to_device(value, device):

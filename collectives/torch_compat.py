@@ -41,12 +41,15 @@ __all__ = [
     "fsdp_state_class",
     "group_backends",
     "group_timeout_setter",
+    "init_optimizer_state",
     "is_traceable_wrapper_subclass",
     "is_transformed",
     "open_process_groups",
     "optimizer_types",
     "premul_sum",
+    "register_process_group",
     "reset_group_names",
+    "set_nested",
     "storage_use_count",
     "swap_storage_memory",
     "top_saved_tensors_hooks",
@@ -92,6 +95,10 @@ _LAZY = {
     # Lists of the classes of tensors for which optimizers and clip_grad_norm_ choose foreach operations.
     "foreach_types": ("torch.utils._foreach_utils", "_foreach_supported_types"),
     "optimizer_types": ("torch.optim.optimizer", "_foreach_supported_types"),
+    # Gives an optimizer that has not stepped its state, by a step with gradients and a learning rate of 0.
+    "init_optimizer_state": ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
+    # Sets an element of nested dictionaries and lists by its path.
+    "set_nested": ("torch.distributed.checkpoint._traverse", "set_element"),
 }
 
 
@@ -195,6 +202,23 @@ def default_store():
 def open_process_groups():
     """Return a dictionary whose keys are the open process groups."""
     return dist.distributed_c10d._world.pg_map
+
+
+def register_process_group(group, backend: str, store, name: str, ranks: list[int]) -> None:
+    """Make a process group known to torch.distributed, as ``new_group`` does with those that it creates.
+
+    `store`: the one of which the group's is a part; `ranks`: of the default group, in the group's order.
+    """
+    c10d = dist.distributed_c10d
+    world, tag = c10d._world, f"ptd:{name}"
+    group._set_group_name(name)
+    world.pg_map[group] = backend, store
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(backend)))
+    world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+    c10d._register_process_group(name, group)
 
 
 def c10d_backend():

@@ -19,9 +19,8 @@ scale: by the first method where scaling began before this import, by the second
 a ``scale`` of their own.
 
 These are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
-hook steps an optimizer), `patch_state_dict`, `patch_checkpoint`, `patch_optimizer_state`,
-`patch_conversions`, `patch_data_parallel`, and attributes of ``torch.Tensor`` that shards have
-(collectives/sharded/state/dtensor_calls.py). One is made at the first
+hook steps an optimizer), `patch_state_dict`, `patch_distribution`, `patch_optimizer_load`,
+`patch_conversions` and `patch_data_parallel`. One is made at the first
 `collectives.horovod.DistributedOptimizer`: `patch_unscale`. One is made in the process of a
 ``torchrun --rdzv-backend collectives``: the class of its agent (collectives/elastic/agent.py).
 `patch_total_norm` also changes functions that a program has imported by name before: torch's
@@ -58,10 +57,10 @@ __all__ = [
     "install",
     "observe_comm_hooks",
     "patch_attribute",
-    "patch_checkpoint",
-    "patch_optimizer_state",
     "patch_conversions",
     "patch_data_parallel",
+    "patch_distribution",
+    "patch_optimizer_load",
     "patch_scaler_checks",
     "patch_state_dict",
     "patch_total_norm",
@@ -288,67 +287,44 @@ def patch_state_dict(**replacements) -> None:
     module's public functions look these up by their names, so that it doesn't matter who has
     imported them, and when.
     """
-    state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
-    reason = "torch's own takes one rank's shards for the whole parameters, and their state for the optimizer's whole"
+    _replace_functions(
+        "torch.distributed.checkpoint.state_dict", replacements,
+        "a module that gives whole tensors by default is to give shards, as torch's own FSDP does there",
+    )  # fmt: skip
+
+
+@functools.cache
+def patch_distribution(**replacements) -> None:
+    """Replace functions of torch.distributed._state_dict_utils, by which whole tensors become shards.
+
+    `replacements`: as of `patch_state_dict`.
+    """
+    _replace_functions(
+        "torch.distributed._state_dict_utils", replacements, "torch's own know even shards only, and raise for others"
+    )
+
+
+def _replace_functions(module: str, replacements: dict, reason: str) -> None:
+    target = importlib.import_module(module)
     for name, replacement in replacements.items():
-        own = getattr(state_dict, name)
-        patched = functools.wraps(own)(functools.partial(replacement, own))
-        patch_attribute(state_dict, name, patched, reason)
+        own = getattr(target, name)
+        patch_attribute(target, name, functools.wraps(own)(functools.partial(replacement, own)), reason)
 
 
 @functools.cache
-def patch_checkpoint(after_set_up, **stages) -> None:
-    """Let torch.distributed.checkpoint's planners and stagers know shards.
-
-    ``after_set_up(planner)`` is called when a default planner has its ``state_dict``. `stages`: by
-    a stager's name a function that is called with its own ``stage``, without self, and the state
-    dict.
-    """
-    reason = "torch takes one rank's shards for the whole parameters, and saves these"
-    planner = importlib.import_module("torch.distributed.checkpoint.default_planner")
-    for cls in (planner.DefaultSavePlanner, planner.DefaultLoadPlanner):
-
-        @functools.wraps(cls.set_up_planner)
-        def set_up_planner(self, *args, _own=cls.set_up_planner, **kwargs):
-            _own(self, *args, **kwargs)
-            after_set_up(self)
-
-        patch_attribute(cls, "set_up_planner", set_up_planner, reason)
-    staging = importlib.import_module("torch.distributed.checkpoint.staging")
-    for name, replacement in stages.items():
-        cls = getattr(staging, name, None)
-        if cls is not None:
-
-            @functools.wraps(cls.stage)
-            def stage(self, state_dict, *args, _own=cls.stage, _replacement=replacement, **kwargs):
-                return _replacement(functools.partial(_own, self), state_dict, *args, **kwargs)
-
-            patch_attribute(cls, "stage", stage, reason)
-
-
-@functools.cache
-def patch_optimizer_state(describe, convert) -> None:
-    """Let an optimizer's own ``state_dict()`` and ``load_state_dict()`` know shards.
-
-    ``describe(optimizer, made)`` returns the state dict to return, and ``convert(optimizer,
-    given)`` the one to load.
-    """
+def patch_optimizer_load(convert) -> None:
+    """Let an optimizer's own ``load_state_dict()`` load ``convert(optimizer, state_dict)``."""
     cls = torch.optim.Optimizer
-    get, load = cls.state_dict, cls.load_state_dict
-
-    @functools.wraps(get)
-    def state_dict(self):
-        return describe(self, get(self))
+    load = cls.load_state_dict
 
     @functools.wraps(load)
     def load_state_dict(self, state_dict):
         return load(self, convert(self, state_dict))
 
-    reason = "torch takes any shapes: the state of another layout fails, or trains differently, in a later step"
-    patch_attribute(cls, "load_state_dict", load_state_dict, reason)
     patch_attribute(
-        cls, "state_dict", state_dict, "torch's tools take one rank's shards for the whole state, and save these"
-    )
+        cls, "load_state_dict", load_state_dict,
+        "torch takes any placement: whole or evenly sharded state beside shards of other bounds fails in a later step",
+    )  # fmt: skip
 
 
 @functools.cache

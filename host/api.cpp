@@ -69,6 +69,7 @@ struct NextCall {
   const char* type_label = nullptr;
   collFlightRecord_t* flight = nullptr;
   int64_t header[collHostHeaderWords] = {};
+  uint32_t tag = 0;
 };
 thread_local NextCall t_next;
 
@@ -128,6 +129,7 @@ ncclResult_t call(CollKind kind, const void* send, void* recv, size_t count, ncc
     o.step = c->step.load(std::memory_order_relaxed);
     o.op_label = set.op_label;
     o.type_label = set.type_label;
+    o.tag = set.tag;
     memcpy(o.header, set.header, sizeof o.header);
     o.flight = set.flight;
     o.flight_number = set.flight ? set.flight->number : 0;
@@ -263,6 +265,11 @@ ncclResult_t ncclGroupEnd(void) {
 }
 ncclResult_t collHostFlightRecord(collFlightRecord_t* record) {
   t_next.flight = record;
+  return ncclSuccess;
+}
+
+ncclResult_t collHostTag(uint32_t tag) {
+  t_next.tag = tag;
   return ncclSuccess;
 }
 

@@ -47,7 +47,7 @@ uint64_t call_key(const CallRecord& call) {
                    static_cast<uint64_t>(call.root + 1) << 32;
   // Calls that differ in one word alone differ in the key: each step is a bijection.
   constexpr uint64_t kOdd = 0x9e3779b97f4a7c15ull;
-  return mixed(mixed(call.seq * kOdd + small) + call.count) + label + call.step * kOdd;
+  return mixed(mixed(call.seq * kOdd + small) + call.count) + label + call.step * kOdd + (static_cast<uint64_t>(call.tag) << 32);
 }
 
 }  // namespace
@@ -88,6 +88,7 @@ void Collective::publish_call() {
   call.op = reduces(op.kind) ? (op.reduction.premul ? ncclNumOps : op.reduction.op) : -1;
   call.root = rooted(op.kind) ? op.root : -1;
   call.compares = op.compares;
+  call.tag = op.tag;
   memset(call.op_label, 0, sizeof call.op_label);
   memset(call.type_label, 0, sizeof call.type_label);
   if (op.op_label) snprintf(call.op_label, sizeof call.op_label, "%s", op.op_label);
@@ -218,14 +219,15 @@ void Collective::describe_mismatch() {
     bool differs = memcmp(&call, &own, sizeof call) != 0;
     if (differs) others.push_back(r);
     if (c.size > 32 && !differs && r != c.rank) continue;
-    const char* name = *call.op_label ? call.op_label : kind_name(static_cast<CollKind>(call.kind));
+    std::string name = *call.op_label ? call.op_label : kind_name(static_cast<CollKind>(call.kind));
+    if (call.tag) name += format(" of tag %u", call.tag);
     if (call.compares) {
-      table += format("\n  rank %d: %s dtype=%s", r, name, call.type_label);
+      table += format("\n  rank %d: %s dtype=%s", r, name.c_str(), call.type_label);
       const char* refusal = c.segment->slot(r, base);  // the record begins with it
       bool staged = (c.segment->rank(r)->sharing[parity] & kSharingMask) == kStaged;
       if (staged && *refusal) table += format(", which raised: %.*s", COLL_HOST_REFUSAL_BYTES - 1, refusal);
     } else {
-      table += format("\n  rank %d: %s count=%llu dtype=%s", r, name, static_cast<unsigned long long>(call.count),
+      table += format("\n  rank %d: %s count=%llu dtype=%s", r, name.c_str(), static_cast<unsigned long long>(call.count),
                       type_text(call.datatype, call.type_label).c_str());
     }
     if (call.wire >= 0) table += format(" sent as %s", type_name(call.wire));

@@ -82,6 +82,7 @@ struct ncclComm {
   std::atomic<const char*> current_op{nullptr};
   std::atomic<uint64_t> current_seq{0}, current_bytes{0}, current_goal{0};
   std::atomic<int> current_peer{-1};
+  std::atomic<uint32_t> current_tag{0};
 
   std::atomic<bool> is_broken{false};
   std::mutex state_lock;                  // guards what follows

@@ -98,6 +98,7 @@ void fill(const Error& error, collHostErrorInfo_t* info) {
   snprintf(full.text, sizeof full.text, "%s", error.text.c_str());
   full.npeers = static_cast<int>(std::min<size_t>(error.peers.size(), COLL_HOST_MAX_RANKS));
   std::copy_n(error.peers.begin(), full.npeers, full.peers);
+  full.tag = error.tag;
   memcpy(info, &full, size);
 }
 

@@ -18,6 +18,7 @@ struct Error {
   uint64_t seq = 0;
   uint64_t bytes = 0;
   std::string op;
+  uint32_t tag = 0;  // of the operation
   std::string text;
   std::vector<int> peers;
 

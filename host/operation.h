@@ -51,6 +51,7 @@ struct Op {
   size_t compared = 0;
   const char* op_label = nullptr;    // interned; the labels of the last
   const char* type_label = nullptr;  // collHostLabel
+  uint32_t tag = 0;                  // of collHostTag
   int64_t header[collHostHeaderWords] = {};  // of a send: collHostSetHeader
   collFlightRecord_t* flight = nullptr;  // where its start and its end are recorded, as this number
   uint64_t flight_number = 0;

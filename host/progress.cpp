@@ -97,6 +97,7 @@ struct Run {
 
   void keep(Error e, const Op& op) {
     e.op = op.name();
+    e.tag = op.tag;
     e.rank = work.comm->rank;
     e.seq = op.seq;
     if (!e.bytes) e.bytes = op.bytes();
@@ -118,6 +119,7 @@ struct Run {
     c.current_bytes.store(op.bytes(), std::memory_order_relaxed);
     c.current_goal.store(goal, std::memory_order_relaxed);
     c.current_peer.store(goal ? -1 : op.root, std::memory_order_relaxed);
+    c.current_tag.store(op.tag, std::memory_order_relaxed);
     c.current_op.store(op.name(), std::memory_order_release);
   }
 

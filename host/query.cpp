@@ -160,6 +160,7 @@ ncclResult_t collHostCommPending(ncclComm_t comm, collHostErrorInfo_t* info) {
       now.op = op;
       now.seq = c->current_seq.load(std::memory_order_relaxed);
       now.bytes = c->current_bytes.load(std::memory_order_relaxed);
+      now.tag = c->current_tag.load(std::memory_order_relaxed);
       uint64_t goal = c->current_goal.load(std::memory_order_relaxed);
       int peer = c->current_peer.load(std::memory_order_relaxed);
       if (peer >= 0) now.peers.push_back(peer);
@@ -210,6 +211,7 @@ ncclResult_t collHostCommPeek(ncclComm_t comm, int peer, int64_t header[collHost
         c->current_bytes.store(0, std::memory_order_relaxed);
         c->current_goal.store(0, std::memory_order_relaxed);
         c->current_peer.store(peer, std::memory_order_relaxed);
+        c->current_tag.store(0, std::memory_order_relaxed);
         c->current_op.store("ncclRecv", std::memory_order_release);
         return wait_until(*c, false, [&](int r) { return r == peer && !has_begun(); });
       });

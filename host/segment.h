@@ -48,6 +48,7 @@ struct CallRecord {
   int32_t kind, datatype, wire, op, root;
   int32_t compares;
   char op_label[24], type_label[24];  // of collHostLabel
+  uint32_t tag;                       // of collHostTag
 };
 
 // Why a rank has given up the making of a child. `number`: of the newest split or shrink that failed

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
 from ..torch_compat import untraced
 from .data_ops import DataOps
@@ -177,6 +178,11 @@ for _cls in (ReductionOps, DataOps, PointToPointOps):
 def create(options, backend_options=None) -> CollectivesGroup:
     """Create the group of ``_DistributedBackendOptions``; see `registration.create_backend`."""
     devices, others = _read_devices()
+    if isinstance(backend_options, Communicator):
+        return CollectivesGroup(
+            options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
+            options.global_ranks_in_group, devices, backend_options.config, backend_options,
+        )  # fmt: skip
     args = (
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id,
         options.global_ranks_in_group, devices, parse_options(backend_options),

@@ -47,7 +47,8 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
 
     `store`: the group's own; `timeout`: a timedelta; `name`: the group's; `global_ranks`: of its
     ranks in the default group; `devices`: the device types that it serves; `config`: of its
-    communicators.
+    communicators; `comm`: that of one device, which is open already, and stays so when the group is
+    destroyed: `over_comm.open_group_over`. No other group has used its `store`.
 
     The constructor blocks until all ranks have come, and opens the CPU's communicator; a GPU's is
     opened at its first use, or at once where ``init_process_group`` has a `device_id`.
@@ -55,17 +56,20 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
 
     def __init__(
         self, store, rank: int, size: int, timeout: timedelta, name: str, global_ranks, devices,
-        config: CommConfig | None = None,
+        config: CommConfig | None = None, comm: Communicator | None = None,
     ):  # fmt: skip
         super().__init__(rank, size)
         self._rank, self._size, self._name, self._desc = rank, size, name, "undefined"
         self._global_ranks = list(global_ranks) or list(range(size))
         self._device_names = tuple(devices)
         self._timeout = timeout.total_seconds()
-        self._store = begin_life(store, rank, size, self._timeout, f"to create process group {name!r}")
+        if comm is None:
+            store = begin_life(store, rank, size, self._timeout, f"to create process group {name!r}")
+        self._store = store
         self._config = config or CommConfig()
         self._options = c10d_backend().Options("collectives", timeout)
-        self._comms: dict[torch.device, Communicator] = {}
+        self._comms: dict[torch.device, Communicator] = {} if comm is None else {comm.device: comm}
+        self._given = comm
         self._pool = SharedMemoryPool()
         self._sequence = 0
         self._monitored = 0
@@ -77,7 +81,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         self._device_channels = DeviceChannels(rank, self._connect, self._timeout)
         register_group_backend(name, self)
         publish_process(self._store, rank)
-        if "cpu" in devices:
+        if "cpu" in devices and comm is None:
             self.communicator(_CPU)
         self._meeting = Meeting(self._store, rank, RankExits(self._store, range(size)))
         self._channels = Channels(rank, size, self._connect, self._meeting, self._store, self._timeout)
@@ -274,6 +278,11 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
 
     # ---- The end.
 
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether the group was destroyed or aborted."""
+        return self._shut_down
+
     def _end(self, aborts: bool) -> None:
         """Refuse further operations, and end the sends and receives."""
         self._shut_down = True
@@ -294,5 +303,7 @@ class CollectivesGroup(ReductionOps, DataOps, PointToPointOps, Barriers, dist.Pr
         if self._shut_down:
             return
         self._end(aborts=False)
-        for comm in self._comms.values():
-            comm.close()
+        comms, self._comms = self._comms, {}
+        for comm in comms.values():
+            if comm is not self._given:
+                comm.close()

@@ -33,7 +33,8 @@ def create_backend(options, backend_options=None):
     """Create the backend of one process group; torch calls it on all ranks of the group.
 
     `options`: torch's ``_DistributedBackendOptions``; `backend_options`: the ``pg_options`` of
-    ``init_process_group`` and ``new_group``. Blocks until all ranks have come.
+    ``init_process_group`` and ``new_group``; a `Communicator` of the same ranks: the group uses it, and
+    opens none of its own. Blocks until all ranks have come.
     """
     from .mixed import create  # subclasses torch's ProcessGroup: only for programs that use it
 

@@ -8,6 +8,7 @@ from .liveness import RankExits, describe_exit, has_ended, publish_process, this
 from .malloc import keep_freed_memory
 from .mem_pool import use_mem_pool
 from .registration import BufferRegistrationCache, Registration
+from .tags import make_tag
 from .waiting import RankWait, call_with_timeout, first_line, format_ranks, log_while_waiting
 from .watchdog import StatusStore, watch
 from .work import Work
@@ -36,6 +37,7 @@ __all__ = [
     "has_ended",
     "keep_freed_memory",
     "log_while_waiting",
+    "make_tag",
     "parse_device",
     "publish_process",
     "resolve_device",

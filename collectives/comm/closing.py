@@ -52,7 +52,7 @@ def close(comm) -> None:
         abort(comm)
         return
     while comm._owned:
-        close(comm._owned.pop())
+        comm._owned.pop().close()
     comm._queue.drain(None)
     if not comm._on_host:
         with comm._device_guard():  # blocking calls are on torch's streams, and may hang: the watchdog still polls
@@ -89,7 +89,7 @@ def _wait_for_earlier(comm) -> None:
 def abort(comm) -> None:
     """Abort the operations in flight on a communicator, from any thread, and close it."""
     for owned in reversed(comm._owned):
-        abort(owned)
+        owned.abort()
     if not comm.closed:
         comm._queue.set_abort_error(Aborted("abort() closed the communicator during the operation", rank=comm.rank))
     native = _take_native(comm, "the communicator was aborted")
@@ -115,7 +115,7 @@ def abort_with_error(comm, error: CollectivesError) -> None:
     The program's next calls raise it.
     """
     for owned in reversed(comm._owned):
-        abort_with_error(owned, error)
+        owned._abort_with_error(error)
     native = _take_native(comm, error.message, error)
     if native is None:
         return

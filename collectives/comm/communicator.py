@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from .._nccl import with_fast_path
+from .._nccl import TagOfCalls, with_fast_path
 from ..arrays import Reader
 from ..environment import read_switch
 from ..errors import InvalidUsage
@@ -96,6 +96,12 @@ class Communicator(CommMemory):
     """The device whose memory is sent."""
     config: CommConfig
     """The settings of NCCL with which it was opened."""
+    tag: int = TagOfCalls()
+    """The tag of the calls from now on, a number of `collectives.comm.make_tag`; 0: none.
+
+    The ranks of the host engine on one node compare it with each collective: where their tags differ,
+    all raise `Mismatch` with the tags' names. Errors, the watchdog and the flight recorder name it on
+    all engines. The calls of a `group` have the tag that is set when the group ends."""
     peers: tuple | None
     """A record for each rank, with its ``rank``, ``host``, ``pid`` and ``device``; None where the
     ranks have not exchanged them."""
@@ -134,7 +140,7 @@ class Communicator(CommMemory):
         self._fast_path = opening.open_array_calls(self)
         self._algorithms: AlgorithmExecutor | None = None
         self._registrations: set[Registration] = set()
-        self._owned: list[Communicator] = []  # others that end with this one, in the order of opening
+        self._owned: list = []  # communicators and others that end with this one, in the order of opening
         self._barrier_tensor = None
         self._flight: flight_recorder.Flight | None = None
         self._refusal: tuple | None = None  # of the last call that this rank alone couldn't make: `parts.refuse_call`

@@ -31,4 +31,6 @@ def renumber_error(error: CollectivesError, ranks: Sequence[int], *, op: str, ra
 
     peers = [ranks[peer] for peer in error.peers if peer < len(ranks)]
     text = renumber(error.message, ranks)
-    return type(error)(text, peers=peers, code=error.code, seq=error.seq, nbytes=error.nbytes, op=op, rank=rank)
+    return type(error)(
+        text, peers=peers, code=error.code, seq=error.seq, nbytes=error.nbytes, op=op, rank=rank, tag=error.tag
+    )

@@ -22,6 +22,8 @@ class ClosedHandle:
     ended the communicator, or None.
     """
 
+    tag = 0
+
     def __init__(self, reason: str, rank: int, forked: bool = False, error: CollectivesError | None = None):
         self.reason = reason
         self.rank = rank

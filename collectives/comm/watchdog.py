@@ -28,7 +28,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .._nccl import DTYPES, check
+from .._nccl import DTYPES, check, name_of_tag
 from ..arrays import ITEMSIZE
 from ..cuda_state import set_thread_device
 from ..errors import CollectivesError, CollectiveTimeout, RemoteError, TransportError
@@ -134,6 +134,7 @@ class _WatchedComm:
 
     def _find_error(self, comm, native) -> CollectivesError | None:
         number, op, count, dtype, stream = native.issued
+        tag = name_of_tag(native.last_tag)
         now = time.monotonic()
         state = native.async_error()
         if state not in (0, _IN_PROGRESS):
@@ -147,11 +148,11 @@ class _WatchedComm:
         unchanged, self._last_number = number == self._last_number, number
         if self.status is not None and unchanged and number != self._published_number:
             self._published_number = number
-            self.status.set(str(comm.rank), [number, op])
+            self.status.set(str(comm.rank), [number, f"{op} of {tag}" if tag else op])
         pending_s = now - self._event_time
         if self._has_completed is None or pending_s < min(_PENDING_S, comm.timeout or _PENDING_S):
             return None
-        where = {"op": op, "rank": comm.rank, "seq": number, "nbytes": count * ITEMSIZE.get(dtype, 0)}
+        where = {"op": op, "rank": comm.rank, "seq": number, "nbytes": count * ITEMSIZE.get(dtype, 0), "tag": tag}
         what = f"{op}, call {number} of this communicator, {count} elements of {_NAMES.get(dtype, dtype)}"
         exits = {peer.rank: how for peer in comm.peers or () if (how := exit_reason(peer.process))}
         if exits:

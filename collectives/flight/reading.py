@@ -42,6 +42,7 @@ class Operation:
         completed: Whether it is known to have ended.
         code: NCCL's result code of its end.
         line: The line of the program; "" where it wasn't recorded.
+        tag: The name of the communicator's tag; "" where it had none.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Operation:
     completed: bool
     code: int
     line: str
+    tag: str = ""
 
     @property
     def pending(self) -> bool:
@@ -67,12 +69,13 @@ class Operation:
     @property
     def call(self) -> tuple:
         """What must be the same on all ranks of a collective."""
-        return self.name, self.count, self.dtype, self.peer
+        return self.name, self.count, self.dtype, self.peer, self.tag
 
     def describe(self) -> str:
         """Return the call in words."""
         peer = "" if self.peer is None else f", {'root' if self.collective else 'peer'} {self.peer}"
-        return f"{self.name} of {self.count} {self.dtype}{peer}" + (f" at {self.line}" if self.line else "")
+        tag = f" for {self.tag}" if self.tag else ""
+        return f"{self.name} of {self.count} {self.dtype}{peer}{tag}" + (f" at {self.line}" if self.line else "")
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ def _read_lines(data: bytes, count: int) -> list[str]:
     size = FLIGHT_LAYOUT["line_bytes"]
     start = FLIGHT_LAYOUT["header_bytes"] + FLIGHT_LAYOUT["capacity"] * FLIGHT_LAYOUT["record_bytes"]
     places = (data[start + number * size : start + (number + 1) * size] for number in range(count))
-    return [_printable(place.partition(b"\0")[0].decode("utf-8", "replace")) for place in places]
+    return [place.partition(b"\0")[0].decode("utf-8", "replace") for place in places]
 
 
 def _read_operations(data: bytes, issued: int, completed: int, lines: list[str]) -> list[Operation]:
@@ -271,12 +274,12 @@ def _read_operations(data: bytes, issued: int, completed: int, lines: list[str])
             continue
         if not started and flags & _BLOCKING:
             started = submitted
-        place_of_line = lines[line - 1] if 0 < line <= len(lines) else ""
+        place_of_line, _, tag = lines[line - 1].partition("\t") if 0 < line <= len(lines) else ("", "", "")
         found.append(
             Operation(
                 number, sequence, FLIGHT_OPS[op], count, _DTYPE_NAMES.get(dtype, f"type {dtype}"),
                 None if peer < 0 else peer, bool(flags & _COLLECTIVE), stream, submitted, started or None,
-                ended or None, bool(ended) or number <= completed, code, place_of_line,
+                ended or None, bool(ended) or number <= completed, code, _printable(place_of_line), _printable(tag),
             )
         )  # fmt: skip
     return sorted(found, key=lambda operation: operation.number)

@@ -2,8 +2,9 @@
 
 A scaler looks at its own rank's gradients. Ranks with other findings would go on with other scales,
 and with a step that only some make. So torch's scalers exchange their findings, in one all-reduce
-of a number, where the optimizer holds shards: in ``unscale_``, or in ``step`` for optimizers that
-unscale themselves.
+of a number, where a DDP hook has reduced only this rank's shard of the gradients: in ``unscale_``, or
+in ``step`` for optimizers that unscale themselves. Sharded parameters need no exchange here:
+`collectives.sharded.RaggedTensor` makes it where it is asked whether gradients are finite.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
-from ..rendezvous.process_groups import get_communicator
 from ..torch_patches import patch_scaler_checks
 
 __all__ = ["share_found_inf"]
@@ -35,12 +34,7 @@ def share_found_inf(find_comms: Callable) -> None:
 def _all_reduce_found_inf(scaler, optimizer) -> None:
     """Make a scaler's findings in an optimizer's gradients the maximum of all ranks'."""
     state = scaler._per_optimizer_states[id(optimizer)]
-    group = getattr(scaler, "process_group", None)
-    if isinstance(group, dist.ProcessGroup):
-        comms = [get_communicator(group, scaler._scale.device)]
-    else:
-        comms = [comm for find_comms in _finders for comm in find_comms(optimizer)]
-    comms = [comm for comm in comms if comm.size > 1]
+    comms = [comm for find_comms in _finders for comm in find_comms(optimizer) if comm.size > 1]
     if not comms:
         return
     found = state["found_inf_per_device"]

@@ -16,14 +16,23 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from .checkpointer import Checkpointer, LoadedCheckpoint, load, save
 from .fsdp1 import ShardedDataParallel
 from .fsdp1_arguments import ShardingStrategy
 from .fully_shard import fully_shard
 from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
 from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
+from .muon import Muon
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ragged_tensor import RaggedTensor
+from .scaler import ShardedGradScaler
+from .state import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from .unit import Unit
 from .wrap import (
     CustomPolicy,
@@ -44,18 +53,22 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "Checkpointer",
     "CustomPolicy",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "LoadedCheckpoint",
     "MemoryPlan",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
+    "Muon",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "RaggedTensor",
     "ShardedDataParallel",
+    "ShardedGradScaler",
     "ShardedModule",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -68,11 +81,17 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "lambda_auto_wrap_policy",
+    "load",
     "materialize",
     "memory_plan",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

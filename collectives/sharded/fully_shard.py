@@ -23,6 +23,7 @@ from .managed_params import managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .state import watch_state_dicts
 from .torch_wrappers import check_no_torch_wrapper, refuse_sharded_modules
 from .unit import Unit
 
@@ -160,6 +161,7 @@ def shard(
         _sharded_before[param] = f"{names[0]} of {kind}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # the memory goes
     unit.modules = modules
+    watch_state_dicts(unit)
     for module in modules:
         module.__class__ = _class_of(base, type(module))
         object.__setattr__(module, "_unit", unit)

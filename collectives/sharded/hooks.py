@@ -17,19 +17,20 @@ def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict):
     """Call a module's forward with its unit gathered, and prepare the unit's backward."""
     unit = module._unit
     scheduler, policy = unit.scheduler, unit.mp_policy
-    scheduler.begin_forward(unit)
+    scheduler.begin_forward(unit, module)
     try:
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-        watches = torch.is_grad_enabled() and not is_transformed()
-        if watches:
+        is_plain = not is_transformed()
+        if is_plain and torch.is_grad_enabled():
             args, kwargs = _watch_inputs(unit, args, kwargs)
         output = forward(*args, **kwargs)
-        output = _copy_parameters(unit, output)
+        if is_plain:
+            output = _copy_parameters(unit, output)
         if policy.output_dtype is not None:
             output = cast_floating(output, policy.output_dtype)
-        if watches:
-            _watch_outputs(unit, output)
+        if torch.is_grad_enabled() and not (is_plain and _watch_outputs(unit, output)):
+            _watch_parameters(unit)
         is_last = scheduler.is_recomputing or unit.leave(module)
     except BaseException:
         scheduler.abort_forward()
@@ -67,18 +68,37 @@ def _watch_inputs(unit: Unit, args, kwargs):
     return map_tensors(lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
 
 
-def _watch_outputs(unit: Unit, output) -> None:
-    """Gather the unit again when the first gradient of an output is there."""
+def _watch_outputs(unit: Unit, output) -> bool:
+    """Gather the unit again when the first gradient of an output is there; return whether any can come."""
 
     versions = unit.versions
 
     def gather(_grad):
         unit.scheduler.pre_backward(unit, versions)
 
-    for tensor in find_tensors(output):
-        if tensor.requires_grad:
-            tensor.grad_fn  # noqa: B018  (torch makes the node of a view that was changed through another one only here)
-            tensor.register_hook(gather)
+    outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+    for tensor in outputs:
+        tensor.grad_fn  # noqa: B018  (torch makes the node of a view that was changed through another one only here)
+        tensor.register_hook(gather)
+    return bool(outputs)
+
+
+def _watch_parameters(unit: Unit) -> None:
+    """Keep a unit gathered until the end of a backward, which gradients of its parameters announce.
+
+    It is for outputs without hooks that the backward calls: those of torch.func's transforms, and
+    objects of classes in which no tensors are looked for.
+    """
+    if not unit.requires_grad:
+        return
+    unit.stays_gathered = True
+
+    def note(_param):
+        unit.scheduler.note_backward(unit)
+
+    for param in unit.params:
+        if param.full.requires_grad and not param.full._post_accumulate_grad_hooks:
+            param.full.register_post_accumulate_grad_hook(note)
 
 
 def _copy_parameters(unit: Unit, output):

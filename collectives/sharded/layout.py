@@ -2,8 +2,8 @@
 
 A parameter is cut only where a part ends. The plan places parameters so that these cuts fall between
 rows (or between blocks of rows), since a shard of whole rows is a matrix that optimizers, checkpoints
-and quantizers understand. Where that would leave more than `MOST_PADDING` of the buffer empty,
-parameters with the largest rows are cut between any two elements instead.
+and quantizers understand. Where that would leave too much of the buffer empty, parameters with the
+largest blocks are cut between rows instead, and those with the largest rows between any two elements.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["MOST_PADDING", "Layout", "plan_layout"]
+__all__ = ["MOST_PADDING", "MOST_PADDING_OF_BLOCKS", "Layout", "plan_layout"]
 
 MOST_PADDING = 0.015
+MOST_PADDING_OF_BLOCKS = 0.02  # where blocks of rows are asked for
 ALIGNMENT = 16  # bytes: what vector loads of kernels want of a parameter's first element
 _MOST_TRIES = 512  # sizes of a part that are tried for one granularity
 
@@ -23,12 +24,14 @@ class Layout(NamedTuple):
     """A plan of a flat buffer.
 
     `part`: elements of each rank's part. `offsets`: the first element of each parameter in the whole
-    buffer. `by_rows`: for each parameter, whether its cuts fall between rows (or blocks).
+    buffer. `by_rows`: for each parameter, whether its cuts fall between rows; `by_grains`: whether they
+    fall between the blocks that were asked for.
     """
 
     part: int
     offsets: tuple[int, ...]
     by_rows: tuple[bool, ...]
+    by_grains: tuple[bool, ...]
 
     def cuts(self, index: int, size: int, ranks: int) -> tuple[int, ...]:
         """Return the first element of each rank in a parameter, and its size: ``ranks + 1`` numbers."""
@@ -37,37 +40,46 @@ class Layout(NamedTuple):
 
 
 def plan_layout(
-    sizes: Sequence[int], grains: Sequence[int], ranks: int, *, itemsize: int = 4, multiple: int = 1
-) -> Layout:
+    sizes: Sequence[int], grains: Sequence[int], ranks: int, *, rows: Sequence[int] | None = None, itemsize: int = 4,
+    multiple: int = 1,
+) -> Layout:  # fmt: skip
     """Plan the flat buffer of a unit.
 
     Args:
         sizes: Elements of each parameter, in the unit's order.
         grains: For each parameter the elements that stay together: those of a row, or of a block of rows.
         ranks: The number of equal parts.
+        rows: For each parameter the elements of a row, of which its grain is a multiple. None: the grains.
         itemsize: Bytes of an element. Parameters and parts begin at multiples of 16 bytes.
         multiple: A part has a multiple of so many elements.
 
     Returns:
-        The layout whose padding is at most `MOST_PADDING`, and which cuts as few parameters as it can
-        inside of a grain: those with the largest grains.
+        The layout whose padding is at most `MOST_PADDING`, or `MOST_PADDING_OF_BLOCKS` (or 16 bytes for
+        each parameter and rank, or a `multiple` for each rank), and which cuts as few parameters as it
+        can inside of a grain: those with the largest grains.
     """
     align = max(1, ALIGNMENT // itemsize)
+    rows = grains if rows is None else rows
     total = sum(sizes)
     if not total:
-        return Layout(math.lcm(align, multiple), (0,) * len(sizes), (True,) * len(sizes))
-    most = max(MOST_PADDING * total, align * (len(sizes) + ranks), ranks * multiple)
-    for largest in sorted({*grains, 1}, reverse=True):
-        kept = [grain if grain <= largest else 1 for grain in grains]
+        every = (True,) * len(sizes)
+        return Layout(math.lcm(align, multiple), (0,) * len(sizes), every, every)
+    share = MOST_PADDING if list(rows) == list(grains) else MOST_PADDING_OF_BLOCKS
+    most = max(share * total, align * (len(sizes) + ranks), ranks * multiple)
+    for largest in sorted({*grains, *rows, 1}, reverse=True):
+        kept = [next(each for each in (*pair, 1) if each <= largest) for pair in zip(grains, rows, strict=True)]
         found = _plan_by_grains(sizes, kept, ranks, align, multiple)
         if found is not None and (found[0] * ranks - total <= most or largest == 1):
             break
-    layout = Layout(*found, ())
-    by_rows = [
-        all(cut % grain == 0 or cut == size for cut in layout.cuts(index, size, ranks))
-        for index, (size, grain) in enumerate(zip(sizes, grains, strict=True))
-    ]
-    return layout._replace(by_rows=tuple(by_rows))
+    layout = Layout(*found, (), ())
+
+    def is_cut_between(units):
+        return tuple(
+            all(cut % unit == 0 or cut == size for cut in layout.cuts(index, size, ranks))
+            for index, (size, unit) in enumerate(zip(sizes, units, strict=True))
+        )
+
+    return layout._replace(by_rows=is_cut_between(rows), by_grains=is_cut_between(grains))
 
 
 def _plan_by_grains(sizes, grains, ranks: int, align: int, multiple: int) -> tuple[int, tuple[int, ...]] | None:

@@ -7,8 +7,6 @@ gathered buffer. Both objects live as long as the unit; the module holds one of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -66,9 +64,14 @@ class ShardedParam:
         return flat[self.start : self.start + local.numel()].view(local.shape)
 
     def register(self, param: nn.Parameter) -> None:
-        """Have the modules hold one of the two forms."""
+        """Have the modules hold one of the two forms, in place of the other one.
+
+        What else a module holds, as in torch.func.functional_call, stays.
+        """
+        other = self.full if param is self.sharded else self.sharded
         for module, attribute in self.places:
-            module._parameters[attribute] = param
+            if module._parameters.get(attribute) is other:
+                module._parameters[attribute] = param
 
     def sync_attributes(self) -> None:
         """Give the full form what users have set on the sharded one: requires_grad, and hooks of its gradient."""
@@ -112,12 +115,13 @@ class ParamGroup:
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
         self.store, self._pinned = store, pinned
-        self._wire: Callable | None = None  # gathers in a wire format
         sizes = [original.numel() for original in originals]
         rows = [max(1, original.shape[1:].numel() if original.dim() else 1) for original in originals]
         narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
         grains = [row * block if row > 1 else 1 for row in rows]
-        self.layout = plan_layout(sizes, grains, self.size, itemsize=narrowest, multiple=max(1, multiple))
+        self.layout = plan_layout(
+            sizes, grains, self.size, rows=rows, itemsize=narrowest, multiple=max(1, multiple)
+        )
         self.part = self.layout.part
         self.numel = self.part * self.size
         self._block: Block | None = None
@@ -140,6 +144,10 @@ class ParamGroup:
             param.offset = self.layout.offsets[index]
             is_empty = cuts[self.rank] == cuts[self.rank + 1]
             param.start = 0 if is_empty else max(param.offset - self.rank * self.part, 0)
+
+        ends = [*self.layout.offsets[1:], self.numel]
+        begins = [param.offset + param.shape.numel() for param in self.params]
+        self._gaps = [slice(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
 
     def _make_shards(self, originals) -> None:
         self.shard = self._allocate_shard(originals[0].is_meta)
@@ -222,11 +230,10 @@ class ParamGroup:
 
     # ---- Gathering.
 
-    def all_gather(self, *, tag, custom=None, wire=None, neighbours=None, async_op: bool = False):
+    def all_gather(self, *, custom=None, wire=None, neighbours=None, async_op: bool = False):
         """Gather the parameters into memory of the arena. A collective.
 
         Args:
-            tag: The unit's, for messages.
             custom: A user's function in place of the communicator's all-gather.
             wire: A `QuantizedAllGather`, in whose format parameters are sent.
             neighbours: The communicator of the ranks that have kept the parameters between them
@@ -295,16 +302,10 @@ class ParamGroup:
         if len(grads) < len(self.params):
             flat.zero_()
         else:
-            self._zero_gaps(flat)
+            for gap in self._gaps:
+                flat[gap].zero_()
         if grads:
             torch._foreach_copy_(views, grads)
-
-    def _zero_gaps(self, flat: torch.Tensor) -> None:
-        ends = [*self.layout.offsets[1:], self.numel]
-        for param, end in zip(self.params, ends, strict=True):
-            begin = param.offset + param.shape.numel()
-            if begin < end:
-                flat[begin:end].zero_()
 
     def take_output(self) -> torch.Tensor:
         """Return a flat shard for reduced gradients: the memory of those before, if nobody uses it any more."""
@@ -319,7 +320,7 @@ class ParamGroup:
                 view = param.view_shard(reduced)
                 grad = param.sharded.grad
                 if grad is None:
-                    param.sharded.grad = param.sharded.detach().like(view)
+                    param.sharded.grad = param.sharded.like(view)
                 else:
                     grad._local_tensor.add_(view)
 

@@ -42,10 +42,14 @@ class RaggedShard(Placement):
     def boxes(self, shape: torch.Size, rank: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], slice]]:
         """Yield a rank's part as boxes: offset and size in the whole tensor, elements in the flattened local part.
 
-        Whole rows are one box. An interval of elements is a few, at most two for each dimension and one.
+        Whole rows are one box. An interval of elements is a few, at most two for each dimension and one. A tensor of no
+        elements is one empty box on each rank, so that a checkpoint has its name and shape.
         """
         span, inner = self.span(rank), math.prod(shape[1:])
-        if span.start == span.stop or (self.by_rows and not inner):
+        if not math.prod(shape):
+            yield (0,) * len(shape), tuple(shape), slice(0, 0)
+            return
+        if span.start == span.stop:
             return
         if self.by_rows:
             offset = (span.start,) + (0,) * (len(shape) - 1)

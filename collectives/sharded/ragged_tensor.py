@@ -12,10 +12,11 @@ Everything that mixes a shard with a plain tensor or with a shard of other bound
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
@@ -32,6 +33,9 @@ aten = torch.ops.aten
 
 class RaggedTensor(DTensor):
     """A DTensor with a `RaggedShard` on the last dimension of its mesh, and replicas on the others."""
+
+    def __init__(self, *args, **kwargs):
+        pass  # DTensor's does nothing either, but by way of dynamo, which takes longer than all the rest
 
     # ---- How to make one.
 
@@ -70,8 +74,25 @@ class RaggedTensor(DTensor):
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         """Copy values: this rank's part stays where it is, in the unit's flat buffer."""
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            raise InvalidUsage(
+                f"the data of a sharded parameter, {list(self.shape)} of {self.dtype} on {self.device}, can't become "
+                f"{list(values.shape)} of {values.dtype} on {values.device}: use module.to(...), or shard the module "
+                "after the change"
+            )
         with torch.no_grad():
             self.detach().copy_(values)
+
+    # torch's read the storage, which a DTensor lacks, and crash the process.
+
+    def share_memory_(self):
+        raise InvalidUsage("a sharded parameter has no memory of its own: use param.to_local().share_memory_()")
+
+    def is_shared(self) -> bool:
+        return self._local_tensor.is_shared()
+
+    def __dlpack__(self, *args, **kwargs):
+        raise InvalidUsage("a sharded parameter has no memory of its own: pass param.to_local()")
 
     def like(self, local: torch.Tensor) -> RaggedTensor:
         """Make a tensor with other values, perhaps of another dtype, and the same bounds."""
@@ -168,32 +189,34 @@ class _FullTensor(torch.autograd.Function):
 
 
 class _GatheredView(DTensor):
-    """A view of a gathered tensor: what is written to it is also written to the shards."""
+    """A view of a gathered tensor: what is written to it is also written to the shards, and the other way round."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        made = func(*map(_as_dtensor, args), **{key: _as_dtensor(arg) for key, arg in (kwargs or {}).items()})
-        origin = _find(_GatheredView, args, kwargs or {})._origin
-        for arg, formal in zip(args, func._schema.arguments, strict=False):
-            if isinstance(arg, _GatheredView) and _is_written(formal):
-                arg._origin.write_back(func)
-                return arg
-        return _view_or_result(func, made, origin)
+        if _find(RaggedTensor, args, kwargs or {}) is not None:
+            return RaggedTensor.__torch_dispatch__(func, types, args, kwargs)
+        return _run_gathered(func, args, kwargs or {})
 
 
 class _Origin:
-    """The tensor of which a view was gathered, and the gathered copy."""
+    """The tensor of which a view was gathered, and the gathered copy.
+
+    Versions are those that autograd counts, which are the same on all ranks.
+    """
 
     def __init__(self, tensor: RaggedTensor, full: torch.Tensor):
         self.tensor, self.full, self.version = tensor, full, tensor._version
 
-    def write_back(self, func) -> None:
+    def refresh(self) -> None:
+        """Gather again if the tensor was written to. A collective."""
         if self.tensor._version != self.version:
-            raise InvalidUsage(
-                f"{func._schema.name} writes to a view of a sharded tensor {list(self.tensor.shape)} that was changed "
-                "after the view was taken: take the view anew"
-            )
+            _gather(self.tensor, self.full)
+            self.version = self.tensor._version
+
+    def write_back(self) -> None:
+        """Write this rank's part of the gathered copy to the tensor, before autograd counts the write."""
         self.tensor._local_tensor.copy_(self.tensor.ragged.cut(self.full, self.tensor.shard_rank))
+        self.version = self.tensor._version + 1
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -233,10 +256,11 @@ def _communicator(spec: DTensorSpec, device: torch.device):
     return get_communicator(spec.mesh.get_group(spec.mesh.ndim - 1), device)
 
 
-def _gather(tensor: RaggedTensor) -> torch.Tensor:
-    """Return the whole tensor: each rank broadcasts its part into it."""
+def _gather(tensor: RaggedTensor, full: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the whole tensor, in memory that may be given: each rank broadcasts its part into it."""
     local, placement = tensor._local_tensor.detach(), tensor.ragged
-    full = local.new_empty(tensor.shape)
+    if full is None:
+        full = local.new_empty(tensor.shape)
     if full.is_meta:
         return full
     rank = tensor.shard_rank
@@ -255,8 +279,8 @@ def _gather(tensor: RaggedTensor) -> torch.Tensor:
 
 # Element by element, though torch doesn't tag them as pointwise.
 _ELEMENTWISE = {
-    "detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lift_fresh", "empty_like", "zeros_like", "ones_like",
-    "full_like", "is_pinned", "pin_memory", "_pin_memory", "positive", "_foreach_copy_",
+    "detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "lift_fresh", "empty_like", "zeros_like",
+    "ones_like", "full_like", "is_pinned", "pin_memory", "_pin_memory", "positive", "_foreach_copy_",
 }  # fmt: skip
 _LISTS_NOT_ELEMENTWISE = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
@@ -278,6 +302,25 @@ def _is_written(formal) -> bool:
     return formal.alias_info is not None and formal.alias_info.is_write
 
 
+def _written_args(func, args, kwargs) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation writes to."""
+    formals = func._schema.arguments
+    given = [*zip(formals, args, strict=False), *((each, kwargs[each.name]) for each in formals if each.name in kwargs)]
+    for formal, arg in given:
+        if _is_written(formal):
+            yield from arg if isinstance(arg, (list, tuple)) else (arg,)
+
+
+def _refuse_plain(func, arg: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of at most one element, which is the same on all ranks; raise for any other one."""
+    if arg.numel() > 1:
+        raise InvalidUsage(
+            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: compute on "
+            "param.full_tensor(), or write to param.to_local()"
+        )
+    return arg
+
+
 def _refuse_mix(func, tensor, other, why: str):
     raise InvalidUsage(
         f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: use a tensor "
@@ -295,10 +338,14 @@ def _run_local(func, args, kwargs):
         if not _is_replicated(first):
             _refuse_mix(func, like, first, "a write to a tensor that is placed otherwise")
         return _run_gathered(func, args, kwargs)
+    if any(_is_replicated(each) and _is_larger(each, like) for each in (*args, *kwargs.values())):
+        return _run_gathered(func, args, kwargs)
     made = func(
         *[_part_of(func, arg, like) if isinstance(arg, torch.Tensor) else arg for arg in args],
         **{key: _part_of(func, arg, like) if isinstance(arg, torch.Tensor) else arg for key, arg in kwargs.items()},
     )
+    if isinstance(made, (list, tuple)):
+        return type(made)(map(like.like, made))
     if not isinstance(made, torch.Tensor):
         return made
     returned = func._schema.returns[0].alias_info
@@ -326,7 +373,7 @@ def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
     if isinstance(arg, DTensor):
         if not _is_replicated(arg):
             return _refuse_mix(func, like, arg, f"a DTensor of {arg.placements}")
-        arg = arg._local_tensor
+        arg = _whole(func, arg)
     elif arg.dim():
         return _refuse_mix(func, like, arg, "a plain tensor")
     if not arg.dim():
@@ -338,16 +385,41 @@ def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
     return like.ragged.cut(arg, like.shard_rank)
 
 
+def _count_writes(tensors) -> None:
+    """Move the version counters: autograd doesn't for the elements of lists."""
+    increment_version([each for each in tensors if isinstance(each, DTensor) and not each.is_inference()])
+
+
+def _is_larger(arg: torch.Tensor, like: RaggedTensor) -> bool:
+    """Return whether the result has another shape than `like` when both are broadcast."""
+    if arg.dim() > like.dim():
+        return True
+    return any(size not in (1, other) for size, other in zip(reversed(arg.shape), reversed(like.shape), strict=False))
+
+
 def _run_list(func, args, kwargs):
     """Run a foreach or fused operation on lists of local parts."""
-    firsts = args[0]
+    firsts = next(arg for arg in args if isinstance(arg, (list, tuple)))
+    specs = [each._spec if type(each) is RaggedTensor else None for each in firsts]
 
     def locals_of(arg):
-        if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor):
-            return [_local_of_pair(func, each, first) for each, first in zip(arg, firsts, strict=True)]
-        return arg._local_tensor if isinstance(arg, DTensor) else arg
+        if not isinstance(arg, (list, tuple)):
+            return arg._local_tensor if isinstance(arg, DTensor) else arg
+        if not arg or not isinstance(arg[0], torch.Tensor):
+            return arg
+        return [
+            each._local_tensor
+            if type(each) is RaggedTensor and each._spec is spec
+            else _local_of_pair(func, each, first)
+            for each, first, spec in zip(arg, firsts, specs, strict=True)
+        ]
 
-    made = func(*[locals_of(arg) for arg in args], **{key: locals_of(arg) for key, arg in kwargs.items()})
+    made = func(*map(locals_of, args), **{key: locals_of(arg) for key, arg in kwargs.items()})
+    written = list(_written_args(func, args, kwargs))
+    for each in written:
+        if type(each) is _GatheredView:
+            each._origin.write_back()
+    _count_writes(written)
     if made is None:
         return None
     return [_wrap_as(first, each) for each, first in zip(made, firsts, strict=True)]
@@ -363,7 +435,7 @@ def _local_of_pair(func, arg, first):
         if not _is_replicated(first):
             _refuse_mix(func, arg, first, "a write to a tensor that is placed otherwise")
         return _gather(arg)
-    return arg._local_tensor if _is_replicated(arg) else arg
+    return _whole(func, arg) if _is_replicated(arg) else arg
 
 
 def _wrap_as(first, local: torch.Tensor):
@@ -379,48 +451,56 @@ def _is_replicated(arg) -> bool:
 # ---- Norms and sums.
 
 
-def _reduce_over_shards(tensors: list[RaggedTensor], values: torch.Tensor, op: str) -> torch.Tensor:
-    """All-reduce one value of each tensor's local part, in place."""
-    spec = tensors[0]._spec
-    if len(tensors[0].ragged.counts) > 1:
-        _communicator(spec, values.device).all_reduce(values, op)
+def _reduce_over_shards(tensor: RaggedTensor, values: torch.Tensor, op: str) -> torch.Tensor:
+    """All-reduce values of the local parts over the ranks of a tensor's shards, in place."""
+    if len(tensor.ragged.counts) > 1:
+        _communicator(tensor._spec, values.device).all_reduce(values, op)
     return values
 
 
-def _norms(tensors: list[RaggedTensor], order: float, norm_of_locals: Callable) -> torch.Tensor:
-    """Return the norms of whole tensors; `norm_of_locals` returns those of local parts."""
-    locals_ = [each._local_tensor if each._local_tensor.numel() else each._local_tensor.new_zeros(1) for each in tensors]
-    norms = torch.stack(norm_of_locals(locals_))
+def norms_of(tensors: list[RaggedTensor], order: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the norms of tensors of one dtype that are sharded over the same ranks, as one plain tensor.
+
+    A collective of these ranks. The order is above 0, or infinity.
+    """
+    parts = [each._local_tensor if each._local_tensor.numel() else each._local_tensor.new_zeros(1) for each in tensors]
+    norms = torch.stack(torch._foreach_norm(parts, order, dtype=dtype))
     if order == float("inf"):
-        return _reduce_over_shards(tensors, norms, "max")
-    return (_reduce_over_shards(tensors, norms.double() ** order, "sum") ** (1 / order)).to(norms.dtype)
+        return _reduce_over_shards(tensors[0], norms, "max")
+    return (_reduce_over_shards(tensors[0], norms.double() ** order, "sum") ** (1 / order)).to(norms.dtype)
 
 
 def _vector_norm(func, args, kwargs):
     order = args[1] if len(args) > 1 else 2
     if len(args) > 2 or kwargs.keys() - {"dtype"} or order <= 0:
         return _run_gathered(func, args, kwargs)
-    norm = _norms([args[0]], order, lambda locals_: [func(locals_[0], order, **kwargs)])
-    return _replicated(norm[0], args[0]._spec.mesh)
+    return _replicated(norms_of([args[0]], order, **kwargs)[0], args[0]._spec.mesh)
 
 
 def _foreach_norm(func, args, kwargs):
     tensors, order = args[0], args[1] if len(args) > 1 else 2
-    if order <= 0 or any(type(each) is not RaggedTensor or each._spec.mesh != tensors[0]._spec.mesh for each in tensors):
-        return [torch.linalg.vector_norm(each, order, **kwargs) for each in tensors]
-    norms = _norms(tensors, order, lambda locals_: func(locals_, order, **kwargs))
-    return list(_replicated(norms, tensors[0]._spec.mesh).unbind())
+    mesh, dtype = tensors[0]._spec.mesh if type(tensors[0]) is RaggedTensor else None, tensors[0].dtype
+    if order > 0 and all(
+        type(each) is RaggedTensor and each._spec.mesh is mesh and each.dtype == dtype for each in tensors
+    ):
+        return list(_replicated(norms_of(tensors, order, **kwargs), mesh).unbind())
+    return [torch.linalg.vector_norm(each, order, **kwargs) for each in tensors]
 
 
 def _sum(func, args, kwargs):
     total = func(args[0]._local_tensor, **kwargs)
-    return _replicated(_reduce_over_shards([args[0]], total, "sum"), args[0]._spec.mesh)
+    return _replicated(_reduce_over_shards(args[0], total, "sum"), args[0]._spec.mesh)
 
 
 def _check_finite_and_unscale(func, args, kwargs):
     grads, found_inf, inverse_scale = args
-    func([each._local_tensor for each in grads], found_inf, inverse_scale)
-    _reduce_over_shards(grads, found_inf, "max")
+    others = [each for each in grads if type(each) is not RaggedTensor]
+    if others:
+        func(others, found_inf, inverse_scale)
+    sharded = [each for each in grads if type(each) is RaggedTensor]
+    func([each._local_tensor for each in sharded], found_inf, inverse_scale)
+    for each in {each._spec.mesh: each for each in sharded}.values():
+        _reduce_over_shards(each, found_inf, "max")
 
 
 def _compare(func, args, kwargs):
@@ -428,45 +508,75 @@ def _compare(func, args, kwargs):
     like = _find(RaggedTensor, args, kwargs)
     a, b = (_part_of(func, arg, like) for arg in args[:2])
     differs = torch.tensor([not func(a, b, *args[2:], **kwargs)], dtype=torch.int32, device=a.device)
-    return not _reduce_over_shards([like], differs, "max").item()
+    return not _reduce_over_shards(like, differs, "max").item()
 
 
 # ---- The whole tensor.
 
 
-def _as_dtensor(arg):
-    """Return a sharded tensor as a gathered one, also in lists; a collective."""
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(map(_as_dtensor, arg))
-    if type(arg) is RaggedTensor:
-        return arg.gathered()
-    return DTensor(arg._local_tensor, arg._spec, requires_grad=False) if type(arg) is _GatheredView else arg
-
-
-def _view_or_result(func, made, origin: _Origin):
-    """Return what an operation on a gathered tensor has made; of views with the tensor that they view."""
-    if isinstance(made, (list, tuple)):
-        return type(made)(_view_or_result(func, each, origin) for each in made)
-    if not isinstance(made, DTensor) or all(each.alias_info is None for each in func._schema.returns):
-        return made
-    view = _GatheredView(made._local_tensor, made._spec, requires_grad=False)
-    view._origin = origin
-    return view
-
-
 def _run_gathered(func, args, kwargs):
-    """Run an operation on the gathered tensor, and keep this rank's part of what it writes."""
-    formals = func._schema.arguments
-    writes = [type(arg) is RaggedTensor and _is_written(formal) for arg, formal in zip(args, formals, strict=False)]
-    full = list(map(_as_dtensor, args))
-    made = func(*full, **{key: _as_dtensor(arg) for key, arg in kwargs.items()})
-    for arg, whole, is_written in zip(args, full, writes, strict=True):
-        if is_written:
-            arg._local_tensor.copy_(arg.ragged.cut(whole._local_tensor, arg.shard_rank))
-    if any(writes):
-        return args[writes.index(True)]
-    first = args[0]
-    return _view_or_result(func, made, _Origin(first, full[0]._local_tensor) if type(first) is RaggedTensor else None)
+    """Run an operation on whole tensors, and keep this rank's part of what it writes."""
+    full: dict[int, torch.Tensor] = {}
+    given: list[DTensor] = []
+
+    def whole(arg):
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(map(whole, arg))
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        if not isinstance(arg, DTensor):
+            return _refuse_plain(func, arg)
+        if id(arg) not in full:
+            full[id(arg)] = _whole(func, arg)
+            given.append(arg)
+        return full[id(arg)]
+
+    made = func(*map(whole, args), **{key: whole(arg) for key, arg in kwargs.items()})
+    written = list(_written_args(func, args, kwargs))
+    for arg in written:
+        if type(arg) is RaggedTensor:
+            _keep_part(func, arg, full[id(arg)])
+        elif type(arg) is _GatheredView:
+            arg._origin.write_back()
+    if func._schema.name.startswith("aten::_foreach_"):
+        _count_writes(written)
+    first = given[0]
+    is_view = any(each.alias_info is not None for each in func._schema.returns)
+
+    def wrap(each):
+        if isinstance(each, (list, tuple)):
+            return type(each)(map(wrap, each))
+        if not isinstance(each, torch.Tensor):
+            return each
+        same = next((arg for arg in given if full[id(arg)] is each), None)
+        if same is not None:
+            return same
+        result = _replicated(each, first._spec.mesh)
+        if not is_view or type(first) is DTensor:
+            return result
+        view = _GatheredView(each, result._spec, requires_grad=False)
+        view._origin = first._origin if type(first) is _GatheredView else _Origin(first, full[id(first)])
+        return view
+
+    return wrap(made)
+
+
+def _whole(func, arg: DTensor) -> torch.Tensor:
+    if type(arg) is RaggedTensor:
+        return _gather(arg)
+    if not _is_replicated(arg):
+        raise InvalidUsage(
+            f"{func._schema.name} of a sharded parameter with a DTensor of {arg.placements}: redistribute both first"
+        )
+    if type(arg) is _GatheredView:
+        arg._origin.refresh()
+    return arg._local_tensor
+
+
+def _keep_part(func, tensor: RaggedTensor, full: torch.Tensor) -> None:
+    if full.shape != tensor.shape:
+        raise InvalidUsage(f"{func._schema.name} would change the shape of a sharded parameter {list(tensor.shape)}")
+    tensor._local_tensor.copy_(tensor.ragged.cut(full, tensor.shard_rank))
 
 
 def _run_random(func, args, kwargs):
@@ -481,12 +591,15 @@ def _run_random(func, args, kwargs):
             return torch.empty(arg.shape, dtype=arg.dtype, device=arg._local_tensor.device)
         return _gather(arg)
 
-    made = func(*map(whole, args), **{key: whole(arg) for key, arg in kwargs.items()})
-    part = like.ragged.cut(made, like.shard_rank)
-    if is_in_place:
-        like._local_tensor.copy_(part)
-        return like
-    return like.like(part.clone())
+    def part_of(made):
+        if isinstance(made, (list, tuple)):
+            return type(made)(map(part_of, made))
+        if made.shape != like.shape:
+            return _replicated(made, like._spec.mesh)
+        return like.like(like.ragged.cut(made, like.shard_rank).clone())
+
+    made = part_of(func(*map(whole, args), **{key: whole(arg) for key, arg in kwargs.items()}))
+    return args[0].copy_(made) if is_in_place else made
 
 
 def _view(func, args, kwargs):
@@ -494,6 +607,17 @@ def _view(func, args, kwargs):
     if tuple(size) != tuple(tensor.shape):
         return _run_gathered(func, args, kwargs)
     return tensor.like(tensor._local_tensor.view_as(tensor._local_tensor))
+
+
+def _view_as_real(func, args, kwargs):
+    """View complex rows as real ones, and the other way round."""
+    tensor, made = args[0], func(args[0]._local_tensor)
+    shape = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")).shape
+    placement = tensor.ragged
+    if not placement.by_rows or len(shape) == 1:  # pairs of elements, which a complex parameter never has cut
+        made, factor = made.reshape(-1), shape.numel() / max(1, tensor.numel())
+        placement = RaggedShard([int(bound * factor) for bound in placement.bounds], by_rows=False)
+    return RaggedTensor.from_local(made, shape, tensor._spec.mesh, placement)
 
 
 def _new(func, args, kwargs):
@@ -513,6 +637,8 @@ _DISPATCH: dict[Any, Callable] = {
     aten.sum.default: _sum,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite_and_unscale,
     aten.view.default: _view,
+    aten.view_as_real.default: _view_as_real,
+    aten.view_as_complex.default: _view_as_real,
     aten.equal.default: _compare,
     aten.allclose.default: _compare,
     aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,

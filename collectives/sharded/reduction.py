@@ -35,12 +35,12 @@ class ReduceStages:
     hook: Callable | None = None
 
 
-def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages, tag=None) -> None:
+def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages) -> None:
     """Reduce a flat buffer of gradients over all ranks; write this rank's part to `out`.
 
     A collective, which on the host blocks and on a GPU is ordered on the current stream. `flat` is
-    overwritten. On the host a sum over shards and replicas is one all-reduce, in rank order, with
-    the bits of DDP's.
+    overwritten. On the host of one node a sum over shards and replicas is one all-reduce, in rank
+    order, with the bits of DDP's.
     """
     comm, world = ranks.comm, ranks.world
     flat, out = as_real(flat), as_real(out)
@@ -54,7 +54,7 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
         plan.before(flat)
         if ranks.replicas is None:
             comm.reduce_scatter(out, flat, plan.op)
-        elif comm.size == 1 or world._on_host:
+        elif comm.size == 1 or (world._on_host and not world.machines):
             world.all_reduce(flat, plan.op)
             out.copy_(flat[comm.rank * out.numel() :][: out.numel()])
         else:

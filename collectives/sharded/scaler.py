@@ -1,48 +1,48 @@
-"""GradScalers over shards, whose ranks agree on non-finite gradients; see `gradients.found_inf`.
+"""ShardedGradScaler: torch's GradScaler with the name and the arguments of FSDP1's.
 
-Users need not do anything for that; `ShardedGradScaler` is for programs that name FSDP's, or whose
-scaler has more ranks than the shards.
+Torch's own scaler is right for sharded parameters: its check of their gradients is dispatched to
+`RaggedTensor`, which agrees on it over the ranks of the shards.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from ..gradients.found_inf import share_found_inf
-from .scheduler import find_schedulers
+from ..rendezvous.process_groups import get_communicator
 
-__all__ = ["ShardedGradScaler", "patch_grad_scaler"]
+__all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler whose ranks agree on non-finite gradients, with the name and arguments
-    of FSDP's.
+    """torch.amp.GradScaler whose ranks agree on non-finite gradients.
 
     All of the ranks must call ``step``, ``unscale_`` and ``update``. Arguments that aren't
     described below are torch's.
 
     Args:
-        process_group: The ranks that agree. None: those over which the optimizer's parameters are
-            sharded, as torch's own scaler does here.
+        process_group: The ranks that agree. None: those over which the parameters are sharded, as
+            with torch's own scaler.
     """
 
     def __init__(
         self, device: str = "cuda", init_scale: float = 2.0**16, backoff_factor: float = 0.5,
-        growth_factor: float = 2.0, growth_interval: int = 2000, enabled: bool = True, process_group=None,
+        growth_factor: float = 2.0, growth_interval: int = 2000, enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ):  # fmt: skip
-        patch_grad_scaler()
         super().__init__(
             device, init_scale=init_scale, backoff_factor=backoff_factor, growth_factor=growth_factor,
             growth_interval=growth_interval, enabled=enabled,
         )  # fmt: skip
         self.process_group = process_group
 
-
-def patch_grad_scaler() -> None:
-    """Let torch's scalers exchange their findings in shards' gradients."""
-    share_found_inf(_find_comms)
-
-
-def _find_comms(optimizer) -> list:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return [scheduler.comm for scheduler in find_schedulers(params)]
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, *args, **kwargs):
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args, **kwargs)
+        if self.process_group is not None:
+            if not found:  # this rank has no gradients
+                found[found_inf.device] = found_inf.clone()
+            largest = torch.stack([each.to(found_inf.device).reshape(()) for each in found.values()]).max().reshape(1)
+            get_communicator(self.process_group, largest.device).all_reduce(largest, "max")
+            for device, each in found.items():
+                each.copy_(largest[0].to(device))
+        return found

@@ -14,9 +14,10 @@ import torch
 
 from ..comm.communicator import Communicator
 from ..errors import InvalidUsage
-from ..torch_compat import current_graph_task_id, is_transformed, will_engine_execute
+from ..torch_compat import current_graph_task_id, will_engine_execute
 from .arena import Arena
 from .offload import GradientOffload
+from .order_check import OrderCheck, compares_order
 from .streams import SideStream
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Scheduler:
         self._in_backward: dict[Unit, None] = {}  # units that the backward in progress has gathered
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units with which the last backward began
         self._has_resharded = False  # in the backward in progress
+        self._named: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # outermost ones whose units have names
+        self._check: OrderCheck | None = None if compares_order(comm) else OrderCheck(comm, self._name_of)
         self._reduced: dict[ShardedParam, tuple[bool, bool]] = {}  # by the backward in progress: used here, new
 
     @property
@@ -93,6 +96,15 @@ class Scheduler:
             known = self._neighbours[id(comm), size] = comm.split(comm.rank // size)
         return known
 
+    def note(self, unit: Unit, kind: str) -> None:
+        """Note that a unit begins a collective, where the engine doesn't compare the ranks' units."""
+        if self._check is not None:
+            self._check.note(unit.index, kind)
+
+    def _name_of(self, index: int) -> str:
+        unit = self._units[index]()
+        return f"unit {index}" if unit is None else f"unit {index}, {unit.name}"
+
     @property
     def is_running(self) -> bool:
         """Whether a forward or backward is in progress."""
@@ -109,8 +121,8 @@ class Scheduler:
 
     # ---- Forward.
 
-    def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit for its forward, or for a forward that activation checkpointing repeats in a backward."""
+    def begin_forward(self, unit: Unit, module: torch.nn.Module) -> None:
+        """Gather a unit for the forward of one of its modules, or for one that activation checkpointing repeats."""
         self._depth += 1
         if self.is_recomputing:
             self._begin_backward()
@@ -120,7 +132,7 @@ class Scheduler:
             self._enter_backward(unit)
             return
         if self._depth == 1:
-            self._begin_pass()
+            self._begin_pass(module)
         unit.sync_attributes()
         unit.drop_stale()
         unit.unshard()
@@ -129,9 +141,14 @@ class Scheduler:
             other.drop_stale()
             other.unshard(async_op=True)
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, root: torch.nn.Module) -> None:
         if self._backward is not None:
             self._abandon_backward()
+        if root not in self._named:
+            self._named.add(root)
+            for name, module in root.named_modules():
+                if name and hasattr(module, "_unit"):
+                    module._unit.set_name(f"{name} ({type(module).__name__})")
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
 
@@ -156,13 +173,13 @@ class Scheduler:
         wants_grad = torch.is_grad_enabled()
         if wants_grad and unit.requires_grad:
             self._awaiting[unit] = None
-        if is_last and self._depth and not is_transformed():
+        if is_last and self._depth:
             self._reshard_after_forward(unit, wants_grad)
         if self._depth == 0:
             self._end_pass(unit, wants_grad)
 
     def _reshard_after_forward(self, unit: Unit, wants_grad: bool) -> None:
-        if unit.reshard_after_forward is False or (wants_grad and unit in self._kept):
+        if unit.reshard_after_forward is False or unit.stays_gathered or (wants_grad and unit in self._kept):
             return
         unit.reshard_after_pass() if wants_grad else unit.reshard()
 
@@ -170,12 +187,10 @@ class Scheduler:
         forward, self._forward = self._forward, {}
         if wants_grad:
             self._order = list(map(weakref.ref, forward))
-        is_root = len(forward) > 1 or len(self.units) == 1
         for unit in forward:
-            stays = is_transformed()
-            if unit is root and unit.reshard_after_forward is None and is_root:
-                stays |= wants_grad  # the backward begins with it
-            if not stays:
+            is_root = unit is root and len(forward) > 1
+            begins_backward = is_root and wants_grad and unit.reshard_after_forward is None
+            if not begins_backward:
                 self._reshard_after_forward(unit, wants_grad)
             unit.end_pass()
 
@@ -237,6 +252,11 @@ class Scheduler:
             self._finish(unit)
             unit.backwards_left = None
 
+    def note_backward(self, unit: Unit) -> None:
+        """Note that a backward uses a unit, whose forward had no hooks for it."""
+        self._begin_backward()
+        self._in_backward[unit] = None
+
     def _begin_backward(self) -> None:
         if self._is_in_backward:
             return
@@ -267,7 +287,7 @@ class Scheduler:
         self._backward = None
         in_backward, self._in_backward = self._in_backward, {}
         for unit in in_backward:
-            unit.backwards_left, unit.is_open_ended = None, False
+            unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
         if not self.is_last_backward:
             return
         for unit in list(self._awaiting):
@@ -280,6 +300,8 @@ class Scheduler:
         self._drop_unused(reduced)
         for reducer in self._reducers():
             reducer.end()
+        if self._check is not None:
+            self._check.end_step()
         for param in reduced:
             for hook in (param.sharded._post_accumulate_grad_hooks or {}).values():
                 if param.sharded.grad is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..comm.communicator import Communicator
+from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
@@ -89,6 +90,8 @@ class Unit:
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
+        self._comms = list({id(comm): comm for comm in self.ranks[1:4] if comm is not None}.values())
+        self.set_name(self.name)
         # Settings of FSDP2's methods, which the scheduler reads.
         self.reshard_after_forward: bool | None = True
         self.reshard_after_backward = self.reduces = self.unshard_in_backward = True
@@ -97,6 +100,7 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         # The backward in progress.
         self.backwards_left: int | None = None
+        self.stays_gathered = False  # until a backward's end, since torch.func has transformed a forward
         self.is_open_ended = False  # a forward's inputs want no gradients, so that its backward's end isn't reported
         self._nodes: list[weakref.ref] = []
         self._works: list | None = None  # of a gather in progress
@@ -105,7 +109,8 @@ class Unit:
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
         for param in self.params:
-            param.register(param.sharded)
+            for holder, attribute in param.places:
+                holder._parameters[attribute] = param.sharded
 
     def __repr__(self):
         count = sum(param.shape.numel() for param in self.params)
@@ -113,6 +118,11 @@ class Unit:
         return f"<Unit {self.name} of {len(self.params)} parameters, {count} elements, {state}>"
 
     # ---- What it is.
+
+    def set_name(self, name: str) -> None:
+        """Set the name in messages, the same on all ranks."""
+        self.name = name
+        self.tag = make_tag(f"unit {self.index}, {name}")
 
     @property
     def comm(self) -> Communicator:
@@ -153,7 +163,8 @@ class Unit:
             held = module._parameters[attribute]
             if held is not param.sharded:  # torch may replace a Parameter
                 param.sharded = held
-                param.register(held)
+                for other, name in param.places[1:]:
+                    other._parameters[name] = held
         for group in self.groups:
             group.rehome()
         self.versions = ()
@@ -193,10 +204,12 @@ class Unit:
                 self.rehome()  # modules inside may have got memory since
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
-            with self.scheduler.side.ordered_alone():
+            comm = self.comm if self.neighbours is None else self.neighbours
+            self.scheduler.note(self, "all_gather")
+            with self.scheduler.side.ordered_alone(), tagged(self.tag, comm):
                 works = [
                     group.all_gather(
-                        tag=self.index, custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
+                        custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
                         async_op=async_op and not self.scheduler.side,
                     )
                     for group in self.groups
@@ -334,6 +347,7 @@ class Unit:
         reduced = []
         for group in self.groups:
             if group.requires_grad:
+                self.scheduler.note(self, "reduce")
                 trainable = [param for param in group.params if param.sharded.requires_grad]
                 reduced += [(param, param.full.grad is not None, param.sharded.grad is None) for param in trainable]
                 self._reduce_group(group)
@@ -351,11 +365,11 @@ class Unit:
         if group.reduce_dtype != group.dtype:
             out = torch.empty(group.part, dtype=group.reduce_dtype, device=self.device)
         side.hold(out, grads)
-        with side.after_current():
+        with side.after_current(), tagged(self.tag, *self._comms):
             if self.reducer is not None:
                 self.reducer.reduce(self, group, flat, out)
             else:
-                reduce(flat, out, self.ranks, self.stages, self.index)
+                reduce(flat, out, self.ranks, self.stages)
             arena.give(block)
             if out is not grads:
                 grads.copy_(out)

@@ -16,7 +16,7 @@ COMPILED = [nccl.Library, nccl.Comm, nccl.Queue, nccl.ArrayReader, nccl.ArrayCal
 
 
 def is_property(node: ast.FunctionDef) -> bool:
-    return any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list)
+    return any(ast.unparse(each) in ("property", f"{node.name}.setter") for each in node.decorator_list)
 
 
 def parameters(function) -> list[tuple[str, str, object]]:

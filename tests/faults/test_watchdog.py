@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from collectives import errors
 from collectives.comm import liveness as presence
-from collectives.comm import watchdog
+from collectives.comm import make_tag, watchdog
 from collectives.rendezvous.peers import PeerInfo
 from tests.launching import clean_environment, free_port
 from tests.programs import run_python
@@ -42,6 +42,7 @@ def hangs(ctx, port, how):
     with mock.patch.object(watchdog, "ROUND_S", 0.05), mock.patch.object(watchdog, "_PENDING_S", 0.3):
         watchdog.watch(comm, watchdog.StatusStore(store, "watch"))
         tensor = torch.ones(1000)
+        comm.tag = make_tag("unit blocks.0")
         for _ in range(3):
             comm.all_reduce(tensor, async_op=True).wait()
         time.sleep(0.3)  # the ranks publish how far they are
@@ -58,6 +59,7 @@ def hangs(ctx, port, how):
             comm.all_reduce(tensor)
             comm.close()
             return tensor[0].item()
+        comm.tag = make_tag("unit blocks.1")
         work = comm.all_reduce(tensor, async_op=True)
         found["wait"] = raised(work.wait)
         found["next"] = raised(lambda: comm.all_reduce(tensor))
@@ -74,7 +76,8 @@ def test_a_rank_that_stays_away_is_named_and_the_call_described():
     kind, peers, text = found["wait"]
     assert kind == "CollectiveTimeout" and peers == (1,)
     assert "all_reduce, call 5 of this communicator, 1000 elements of float32, has not ended within 0.6 s" in text
-    assert "rank 1 of 2 did not come (rank 1 is at call 4 (all_reduce))" in text
+    assert "all_reduce of unit blocks.1 [rank 0]: " in text
+    assert "rank 1 of 2 did not come (rank 1 is at call 4 (all_reduce of unit blocks.0))" in text
     assert found["next"] == found["async"] == found["wait"]
     assert found["close"] is None  # it was raised before
 
@@ -119,7 +122,7 @@ class Comm:
 
     def __init__(self):
         self.marks, self.ends, self.error, self._queue = [], True, None, self
-        self._native = SimpleNamespace(issued=(0, "", 0, 0, 0), async_error=lambda: 0)
+        self._native = SimpleNamespace(issued=(0, "", 0, 0, 0), last_tag=0, async_error=lambda: 0)
 
     def record_completion(self, stream):
         self.marks.append(stream)

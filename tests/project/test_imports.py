@@ -21,9 +21,11 @@ comm
 rendezvous
 compression
 gradients
-ddp sharded
+ddp
+backend
+sharded
 elastic
-horovod backend
+horovod
 auto auto_children tracing run bench doctor flight
 """
 LAYER = {name: number for number, line in enumerate(LAYERS.split("\n")) for name in line.split()}

@@ -1,7 +1,11 @@
 """A model with parameters of all kinds, and a comparison of state dicts."""
 
+import contextlib
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from collectives.sharded import fully_shard
 
@@ -33,8 +37,10 @@ IDS = torch.arange(11)
 
 
 def sharded(seed=3, device=None, **how):
+    """Return the model as two units, over all ranks unless a mesh is given."""
     with torch.device(device or "cpu"):
         model = Net(seed)
+    how.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     fully_shard(model.net, **how)
     return fully_shard(model, **how)
 
@@ -57,6 +63,17 @@ def train(model, optimizer, steps=3):
         optimizer.zero_grad()
         model(IDS).square().mean().backward()
         optimizer.step()
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Compute as the ranks do, whose sums are of one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def differences(ours, theirs, path=""):

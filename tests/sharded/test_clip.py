@@ -1,105 +1,111 @@
-"""Norms over shards are those of full gradients, by each function, and the same bits on all ranks."""
+"""Norms of sharded gradients are those of the whole ones, by torch's functions and by ours."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
-from torch.nn.utils import clip_grad_norm_ as imported_early
-from torch.nn.utils import get_total_norm as norm_imported_early
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_ as clip_of_torch
 
-from collectives.errors import InvalidArgument
-from collectives.sharded import fully_shard
-from collectives.sharded.module import units_in
-from tests.ddp.training import loss_of, make_model, over_gloo, run
+from collectives.errors import InvalidArgument, InvalidUsage
+from collectives.sharded.clip import clip_grad_norm_
+from tests.ddp.training import over_gloo, run
+from tests.sharded.shards import mesh_of, params_of, set_grads, sharded, values, whole
 
-
-def shard():
-    model = make_model()
-    fully_shard(model[0])
-    fully_shard(model[2])
-    return fully_shard(model, ignored_params=[model[6].bias])
+ORDERS = [2, 2.0, 1, 3.0, math.inf]
 
 
-def backward(ctx, factor=1.0):
-    """Return a sharded model with gradients, and the same model unsharded."""
-    model, whole = shard(), make_model()
-    model[6].bias.register_hook(lambda grad: grad * 0 + 0.25)  # the same on all ranks
-    whole[6].bias.register_hook(lambda grad: grad * 0 + 0.25)
-    (loss_of(model, 0, ctx.rank) * factor).backward()
-    (sum(loss_of(whole, 0, rank) for rank in range(ctx.size)) / ctx.size * factor).backward()
-    return model, whole
+def both(mesh, dtype=torch.float32):
+    """Return plain and sharded parameters with the same gradients."""
+    full, grads = values(0, dtype=dtype), values(1, dtype=dtype)
+    found = params_of(full), [nn.Parameter(each) for each in sharded(full, mesh)]
+    for params in found:
+        set_grads(params, grads)
+    return found
 
 
-def gradients(model, comm):
-    found = {}
-    for unit in units_in(model):
-        for group in unit.groups:
-            flat = torch.empty(group.unsharded_numel)
-            comm.all_gather(flat, group.gradients.flat)
-            found.update({id(param): flat[param.offset :][: param.count].view(param.shape) for param in group.params})
-    order = [units_in(model)[at] for at in (1, 2, 0)]
-    return [found[id(param)] for unit in order for param in unit.params] + [model[6].bias.grad]
+def bits(norm):
+    return whole(norm).double().item()
 
 
 @over_gloo
-def clip(ctx):
-    ways = [
-        (lambda model, p: model.clip_grad_norm_(0.05, p), 2.0),
-        (lambda model, p: model.clip_grad_norm_(0.05, norm_type=p), math.inf),
-        (lambda model, p: imported_early(model.parameters(), 0.05, p), 2),
-        (lambda model, p: nn.utils.clip_grad_norm_(model.parameters(), 0.05, p, foreach=False), 3.0),
-        (lambda model, p: nn.utils.clip_grad_norm_(model.parameters(), 0.05, p, foreach=True), 1.0),
-    ]
-    rows = []
-    for way, p in ways:
-        model, whole = backward(ctx)
-        both = [norm_imported_early([param.grad.detach() for param in each.parameters()], p) for each in (model, whole)]
-        torch.testing.assert_close(*both)
-        norm = way(model, p)
-        wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.05, p)
-        assert norm.dtype == wanted.dtype and norm.shape == wanted.shape
-        torch.testing.assert_close(norm, wanted)
-        for a, b in zip(gradients(model, ctx.communicator()), whole.parameters(), strict=True):
-            torch.testing.assert_close(a, b.grad)
-        rows.append(norm.item())
-    model, _ = backward(ctx, factor=math.inf if ctx.rank else 1.0)
-    for raises in (
-        lambda: model.clip_grad_norm_(1.0, error_if_nonfinite=True),
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0, math.inf, error_if_nonfinite=True),
-    ):
-        with pytest.raises(RuntimeError, match="non-finite"):
-            raises()
-    with pytest.raises(InvalidArgument, match="above 0"):
-        model.clip_grad_norm_(1.0, 0)
-    # One rank's shard alone isn't finite.
-    model, _ = backward(ctx)
-    with contextlib.suppress(StopIteration):
-        if ctx.rank == 0:
-            next(param for param in model.parameters() if param.numel()).grad.view(-1)[0] = math.nan
-    rows += [str(model.clip_grad_norm_(1.0, p).item()) for p in (2, math.inf)]
-    model.zero_grad()
-    rows.append(model.clip_grad_norm_(1.0).item())
-    # Tensors of no shard: a local call, as without sharding.
-    if ctx.rank == 0:
-        rows.append(nn.utils.get_total_norm([torch.ones(4)]).item())
+def clip(ctx, replicas):
+    mesh = mesh_of(replicas, ctx.size // replicas) if replicas > 1 else mesh_of()
+    norms = []
+    for order in ORDERS:
+        for dtype in (torch.float32, torch.bfloat16):
+            of_order = set()
+            for function in (clip_of_torch, clip_grad_norm_):
+                for foreach in (None, True, False):
+                    plain, shards = both(mesh, dtype)
+                    norm = function(shards, 0.5, order, foreach=foreach)
+                    wanted = clip_of_torch(plain, 0.5, order)
+                    assert whole(norm).dtype == wanted.dtype and whole(norm).shape == wanted.shape
+                    assert (type(norm) is torch.Tensor) == (function is clip_grad_norm_)
+                    torch.testing.assert_close(whole(norm), wanted)
+                    for a, b in zip(shards, plain, strict=True):
+                        torch.testing.assert_close(whole(a.grad), b.grad)
+                    of_order.add(bits(norm))
+            assert len(of_order) == 1  # bits, by any function and with or without foreach
+            norms.append(of_order.pop())
+    return norms
 
-    # Gradients of torch's own FSDP2 are DTensors, which have no storage: the norm is torch's, even if a
-    # sharded model of ours has gradients.
-    model, _ = backward(ctx)
-    torchs, whole = make_model(), make_model()
-    fully_shard_of_torch(torchs)
-    loss_of(torchs, 0, ctx.rank).backward()
-    (sum(loss_of(whole, 0, rank) for rank in range(ctx.size)) / ctx.size).backward()
-    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in (torchs, whole)]
-    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_norms_are_of_the_whole(ranks, replicas, tmp_path):
+    first, *others = run(clip, ranks, tmp_path / "store", replicas)
+    assert all(other == first for other in others)
+
+
+@over_gloo
+def mix(ctx):
+    """Several meshes, plain parameters, gradients that aren't finite, and none at all."""
+    meshes = mesh_of(), mesh_of(2, ctx.size // 2), DeviceMesh("cpu", torch.arange(ctx.size).flip(0))
+    full, grads = values(0), values(1)
+    shards = [nn.Parameter(sharded(full, meshes[index % 3])[index]) for index in range(len(full) - 1)]
+    plain = params_of(full)
+    set_grads(plain, grads)
+    set_grads(shards, grads[:-1])
+    ignored = nn.Parameter(full[-1].clone())
+    ignored.grad = grads[-1] + ctx.rank  # rank 0's counts
+    for order in (2, math.inf):
+        norm = clip_grad_norm_([*shards, ignored], 0.5, order)
+        torch.testing.assert_close(norm, clip_of_torch(plain, 0.5, order))
+        for a, b in zip(shards, plain, strict=False):
+            torch.testing.assert_close(whole(a.grad), b.grad)
+    before = whole(shards[0].grad).clone()
+    torch.testing.assert_close(clip_grad_norm_(iter([shards[0]]), 1e9), clip_of_torch([plain[0]], 1e9))
+    torch.testing.assert_close(clip_grad_norm_(shards[1], 1e9), clip_of_torch([plain[1]], 1e9))
+    assert torch.equal(whole(shards[0].grad), before)
+    # One rank's part isn't finite: all ranks have it.
+    rows = []
+    if ctx.rank == ctx.size - 1:
+        shards[3].grad.to_local().fill_(math.nan)
+        assert shards[3].grad.to_local().numel()
+    for order in (2, math.inf):
+        rows.append(str(clip_grad_norm_(shards, 0.5, order, foreach=False).item()))
+        for function in (clip_grad_norm_, clip_of_torch):
+            own = shards if function is clip_grad_norm_ else [shards[0], shards[3]]  # of one mesh
+            with pytest.raises(RuntimeError, match="is non-finite"):
+                function(own, 1.0, order, error_if_nonfinite=True)
+    for param in shards:
+        param.grad = None
+    rows += [clip_grad_norm_(shards, 1.0).item(), clip_grad_norm_([], 1.0).item()]
+    with pytest.raises(InvalidArgument, match="above 0"):
+        clip_grad_norm_(shards, 1.0, 0)
+    torchs = nn.Parameter(distribute_tensor(full[0], meshes[0], [Shard(0)]))
+    torchs.grad = torchs.detach().clone()
+    with pytest.raises(InvalidUsage, match=r"Shard\(dim=0\)"):
+        clip_grad_norm_(torchs, 1.0)
+    empty = nn.Parameter(sharded([torch.empty(0, 3)], meshes[0])[0])
+    empty.grad = torch.zeros_like(empty)
+    rows += [clip_grad_norm_(empty, 1.0, order).item() for order in (2, math.inf)]
     return rows
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_norms_are_of_the_whole(ranks, tmp_path):
-    first, *others = run(clip, ranks, tmp_path / "store")
-    assert first[-4:] == ["nan", "nan", 0.0, 2.0]
-    assert all(other == first[:-1] for other in others)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_meshes_and_plain_parameters(ranks, tmp_path):
+    for rows in run(mix, ranks, tmp_path / "store"):
+        assert rows == ["nan", "nan", 0.0, 0.0, 0.0, 0.0]

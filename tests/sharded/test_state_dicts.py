@@ -1,207 +1,312 @@
-"""State dicts of sharded modules equal the unsharded module's, saved and loaded."""
+"""State dicts of sharded modules and of their optimizers: the unsharded ones' values, in and out, in all forms."""
+
+import copy
+import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as torchs_get
-from torch.distributed.fsdp import ShardingStrategy as TorchsStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import collectives
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage
-from collectives.sharded import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecisionPolicy,
-    ShardedDataParallel,
-    ShardingStrategy,
-    StateDictType,
-    fully_shard,
+from collectives.sharded import MixedPrecisionPolicy, RaggedTensor, fully_shard
+from collectives.sharded.checkpointer import load, save
+from collectives.sharded.managed_params import units_in
+from collectives.sharded.state import (
+    full_state_dict,
     get_model_state_dict,
     get_optimizer_state_dict,
-    materialize,
     set_model_state_dict,
     set_optimizer_state_dict,
+    unsharded_params,
 )
-from collectives.sharded.fsdp1 import state_dict_type as settings
-from collectives.sharded.state.shard_tensor import ShardTensor
-from tests.ddp.training import run
-from tests.ranks import run_ranks
+from tests.ddp.training import over_gloo, run
 from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
+
+FULL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def other_values(state):
+    return {key: value + 1 if value.is_floating_point() else value for key, value in state.items()}
+
+
+def one_unit(seed):
+    """Return the model with other bounds of the shards than `sharded`'s."""
+    return fully_shard(Net(seed), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+@over_gloo
+def models(ctx):
+    want = dict(Net().state_dict())
+    model = sharded()
+    parent = nn.ModuleDict({"inside": model})  # not sharded itself
+    got = model.state_dict()
+    assert list(got) == list(want), "the order of keys is the module's, too"
+    shards = {key: value for key, value in got.items() if isinstance(value, RaggedTensor)}
+    assert want.keys() - shards.keys() == {"seen"}
+    assert sum(value.to_local().numel() for value in shards.values()) < sum(value.numel() for value in want.values())
+    whole = full_state_dict(model)
+    assert not differences(dict(whole), want)
+    assert whole["emb.weight"] is whole["head.weight"], "tied"
+    assert not differences(dict(full_state_dict(parent)), {f"inside.{key}": value for key, value in want.items()})
+    # Rank 0 alone, by all the names for it.
+    alone = want if ctx.rank == 0 else {}
+    for one in (
+        full_state_dict(model, offload_to_cpu=True, rank0_only=True),
+        get_model_state_dict(model, full_state_dict=True, rank0_only=True),
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
+        torchs.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
+    ):
+        assert not differences(dict(one), alone)
+    # A part of a unit alone.
+    assert all(isinstance(value, RaggedTensor) for value in model.head.state_dict().values())
+    model.conv.load_state_dict({"weight": torch.ones(3, 7, 3), "bias": torch.ones(3)})
+    assert torch.equal(full_state_dict(model)["conv.weight"], torch.ones(3, 7, 3))
+    model(IDS)  # stays gathered, for a backward that never comes
+    assert all(isinstance(value, RaggedTensor) for value in model.conv.state_dict().values())
+    model(IDS)
+    model.conv.load_state_dict({"weight": torch.ones(3, 7, 3), "bias": torch.zeros(3)})
+    assert not full_state_dict(model)["conv.bias"].any()
+    # What is loaded: whole tensors, shards of other bounds, evenly sharded DTensors; by torch's functions, too.
+    mesh = init_device_mesh("cpu", (ctx.size,))
+    other = other_values(want)
+    even = {key: distribute_tensor(v, mesh, [Shard(0)]) if v.dim() and key != "seen" else v for key, v in other.items()}
+    bounds = one_unit(9)
+    bounds.load_state_dict(other)
+    pairs = zip(bounds.parameters(), model.parameters(), strict=True)
+    assert any(a.placements != b.placements for a, b in pairs) == (ctx.size > 1)
+    ways = {
+        "whole": lambda m: m.load_state_dict(other),
+        "assign": lambda m: m.load_state_dict(other, assign=True),
+        "even": lambda m: m.load_state_dict(even),
+        "other bounds": lambda m: m.load_state_dict(bounds.state_dict()),
+        "ours": lambda m: set_model_state_dict(m, get_model_state_dict(bounds)),
+        "rank 0": lambda m: set_model_state_dict(m, other if ctx.rank == 0 else {}, broadcast_from_rank0=True),
+        "torch's": lambda m: torchs.set_model_state_dict(m, dict(other), options=FULL),
+        "torch's, rank 0": lambda m: torchs.set_model_state_dict(
+            m, dict(other) if ctx.rank == 0 else {}, options=FROM_RANK_0
+        ),
+        "torch's, shards": lambda m: torchs.set_model_state_dict(m, torchs.get_model_state_dict(bounds)),
+    }
+    for way, give in ways.items():
+        again = sharded(5)
+        params = list(again.parameters())
+        give(again)
+        assert not differences(dict(full_state_dict(again)), other), way
+        assert all(a is b for a, b in zip(params, again.parameters(), strict=True)), way
+        assert all(isinstance(param, RaggedTensor) for param in again.parameters()), way
+        again(IDS).sum().backward()
+    # By name.
+    part = {"net.0.weight": want["net.0.weight"], "unknown": torch.ones(1)}
+    result = model.load_state_dict(part, strict=False)
+    assert result.unexpected_keys == ["unknown"] and "emb.weight" in result.missing_keys
+    wrong = {**want, "conv.weight": torch.zeros(2, 2), "net.0.bias": torch.zeros(4)}
+    for give in (
+        model.load_state_dict, lambda state: torchs.set_model_state_dict(model, state, options=FULL),
+        lambda state: torchs.set_model_state_dict(model, state, options=FROM_RANK_0),
+        lambda state: set_model_state_dict(model, state if ctx.rank == 0 else {}, broadcast_from_rank0=True),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"mismatch for net.0.bias(.|\n)*conv.weight.*\[2, 2\].*\[3, 7, 3\]"):
+            give(dict(wrong))
+    frozen = sharded()
+    frozen.net.requires_grad_(False)
+    got = get_model_state_dict(frozen, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True))
+    assert want.keys() - got.keys() == {key for key in want if key.startswith("net.")}
+    with pytest.raises(InvalidArgument, match="needs full_state_dict"):
+        get_model_state_dict(model, rank0_only=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_models(tmp_path, ranks):
+    run(models, ranks, str(tmp_path / "store"))
+
+
+class Own(torch.optim.Optimizer):
+    """A user's optimizer, with a number in a 0-dim tensor, one in a 1-element tensor, and a Python number."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["t"], state["u"], state["n"] = torch.zeros(()), torch.zeros(1), 0
+                        state["m"] = torch.zeros_like(param)
+                    state["t"] += 1
+                    state["u"] += 1
+                    state["n"] += 1
+                    state["m"].lerp_(param.grad, 0.1)
+                    param.sub_(state["m"] * (group["lr"] / (1 + float(state["t"])) * float(state["u"])))
+
 
 RULES = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1),
     "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "amsgrad": lambda params: torch.optim.Adam(params, 0.01, amsgrad=True),
+    "fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, 0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, 0.01),
+    "adafactor": lambda groups: torch.optim.Adafactor(
+        [{**group, "params": [param for param in group["params"] if param.numel()]} for group in groups], 0.01
+    ),
     "our adamw": lambda params: collectives.optim.AdamW(params, 0.01),
+    "own": Own,
 }
-PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-def model_both_ways(ctx):
-    comm = ctx.communicator()
-    want = dict(Net().state_dict())
-    strategies = [each for each in ShardingStrategy if "HYBRID" not in each.name]
-    for how in (
-        *({"sharding_strategy": each} for each in (*strategies, TorchsStrategy.SHARD_GRAD_OP, "NO_SHARD")),
-        {"mixed_precision": PRECISION},
-    ):  # fmt: skip
-        if "mixed_precision" in how:
-            model = sharded(comm=comm, mp_policy=PRECISION)
+@over_gloo
+def optimizers(ctx, rule):
+    make = RULES[rule]
+    plain = Net()
+    reference = optimizer_of(make, plain)
+    train(plain, reference)
+    want = torchs.get_optimizer_state_dict(plain, reference)
+    model = sharded()
+    optimizer = optimizer_of(make, model)
+    train(model, optimizer)
+    got = get_optimizer_state_dict(model, optimizer, full_state_dict=True)
+    assert got.keys() == want.keys() and not differences(got["param_groups"], want["param_groups"])
+    exact = rule != "adafactor"  # its means are sums over several ranks
+    assert not exact or not differences(got, want)
+    alone = got if ctx.rank == 0 else {}
+    for options in ({"rank0_only": True, "full_state_dict": True},
+                    {"options": StateDictOptions(full_state_dict=True, cpu_offload=True)}):  # fmt: skip
+        assert not differences(get_optimizer_state_dict(model, optimizer, **options), alone)
+    if optimizer.state:
+        assert not differences(torchs.get_optimizer_state_dict(model, optimizer, options=FULL), got)
+    mesh = init_device_mesh("cpu", (ctx.size,))
+    even = copy.deepcopy(got)
+    for name, entries in even["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == want["state"][name][key].shape:
+                entries[key] = distribute_tensor(value, mesh, [Shard(0)])
+    shards = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    own = copy.deepcopy(optimizer.state_dict())
+    by_number = reference.state_dict() if exact else own
+    torchs_own = copy.deepcopy(torchs.get_optimizer_state_dict(model, optimizer)) if optimizer.state else None
+    loads = {
+        "whole": lambda m, o: set_optimizer_state_dict(m, o, got),
+        "rank 0": lambda m, o: set_optimizer_state_dict(m, o, alone, broadcast_from_rank0=True),
+        "numbers": lambda m, o: set_optimizer_state_dict(m, o, copy.deepcopy(by_number)),
+        "shards": lambda m, o: set_optimizer_state_dict(m, o, shards),
+        "its own": lambda m, o: o.load_state_dict(own),
+    }
+    if optimizer.state:  # torch's functions raise where there is none
+        loads |= {
+            "torch's": lambda m, o: torchs.set_optimizer_state_dict(m, o, torchs_own),
+            "torch's, whole": lambda m, o: torchs.set_optimizer_state_dict(m, o, copy.deepcopy(got), options=FULL),
+            "torch's, rank 0": lambda m, o: torchs.set_optimizer_state_dict(
+                m, o, copy.deepcopy(alone), options=FROM_RANK_0
+            ),
+        }
+    if rule in ("momentum", "amsgrad", "fused"):
+        loads["even"] = lambda m, o: set_optimizer_state_dict(m, o, even)
+        loads["unsharded"] = lambda m, o: o.load_state_dict(by_number)
+    before = full_state_dict(model)
+    train(model, optimizer, 1)
+    after = dict(full_state_dict(model))
+    for way, give in loads.items():
+        again = one_unit(7)
+        other = optimizer_of(make, again)
+        other.param_groups[0]["lr"] = 5.0
+        give(again, other)
+        again.load_state_dict(before)
+        train(again, other, 1)
+        if exact:
+            assert not differences(dict(full_state_dict(again)), after), way
         else:
-            model = ShardedDataParallel(Net(), comm=comm, **how)
-        parent = nn.ModuleDict({"inside": model})  # not sharded itself
-        got = model.state_dict()
-        assert list(got) == list(Net().state_dict()), "the order of keys is the module's, too"
-        assert not differences(dict(got), want), how
-        assert not differences(dict(parent.state_dict()), {f"inside.{key}": value for key, value in want.items()})
-        assert got["emb.weight"].data_ptr() == got["head.weight"].data_ptr()
-        assert len({value.untyped_storage().data_ptr() for key, value in got.items() if value.numel()}) == len(got) - 2
-        if ctx.rank == 0:
-            model.state_dict()  # alone: helped by what the others do next
-        model(IDS).sum().backward()
-        model.unshard()
-        other = {key: value + 1 if value.is_floating_point() else value for key, value in want.items()}
-        parent.load_state_dict({f"inside.{key}": value for key, value in other.items()})
-        assert not differences(dict(model.state_dict()), other), how
-        part = {"net.0.weight": want["net.0.weight"], "unknown": torch.ones(1)}
-        result = model.load_state_dict(part, strict=False, assign=ctx.size == 1)
-        assert result.unexpected_keys == ["unknown"] and "emb.weight" in result.missing_keys
-        other["net.0.weight"] = want["net.0.weight"]
-        assert not differences(dict(model.state_dict()), other), how
-        with pytest.raises(RuntimeError, match=r"size mismatch for conv.weight.*\[2, 2\].*\[3, 7, 3\]"):
-            model.load_state_dict({**want, "conv.weight": torch.zeros(2, 2)})
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-        shards = get_model_state_dict(model)
-        assert sum(value.to_local().numel() for value in shards.values() if isinstance(value, ShardTensor)) == sum(
-            param.numel() for name, param in model.named_parameters(remove_duplicate=False)
-        )
-        with pytest.raises(InvalidUsage, match="only copying and checkpoints"):
-            shards["emb.weight"] + 1
-        model.load_state_dict(want)
-        # What is returned in shards views the memory; clones don't.
-        assert torch.equal(shards["small"].to_local(), torch.ones_like(shards["small"].to_local()))
-        model.apply(lambda part: nn.init.ones_(part.weight) if getattr(part, "weight", None) is not None else None)
-        assert torch.equal(model.state_dict()["conv.weight"], torch.ones(3, 7, 3))
-        set_model_state_dict(model, want if ctx.rank == 0 else {}, broadcast_from_rank0=True)
-        assert not differences(dict(model.state_dict()), want), how
-    # Rank 0 alone, by all the names for it.
-    alone = [
-        lambda: get_model_state_dict(model, full_state_dict=True, rank0_only=True),
-        lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
-    ]
-    for kind in (StateDictType.FULL_STATE_DICT, "FULL_STATE_DICT"):
-        with settings.state_dict_type(model, kind, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
-            alone.append(dict(model.state_dict()).copy)
-    for give in alone:
-        assert not differences(dict(give()), want if ctx.rank == 0 else {})
-    with settings.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        assert isinstance(model.state_dict()["emb.weight"], ShardTensor)
-    assert not differences(dict(model.state_dict()), want)
-    frozen = Net()
-    frozen.conv.requires_grad_(False)
-    fully_shard(frozen, comm=comm)
-    got = get_model_state_dict(frozen, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True))
-    assert want.keys() - got.keys() == {"conv.weight", "conv.bias"}
-
-
-def forward_without_backward(ctx):
-    """A rank makes a state dict, and another one a forward, after a forward whose backward never comes."""
-    model = sharded(comm=ctx.communicator().split(0))
-    model(IDS)
-    if ctx.rank == 0:
-        model.state_dict()  # the other rank helps
-    model(IDS).sum().backward()
+            torch.testing.assert_close(dict(full_state_dict(again)), after)
     return True
 
 
-def another_module_after_it(ctx):
-    """The forward without a backward was that of another module on the same communicator, on one rank only."""
-    comm = ctx.communicator().split(0)
-    before = sharded(comm=comm)
-    before(IDS)
-    before._scheduler.agreement.follower.is_unfinished = ctx.rank == 0
-    model = sharded(comm=comm)
-    if ctx.rank == 0:
-        model.state_dict()
-    model(IDS).sum().backward()
-    return before._scheduler.agreement.follower.is_unfinished
+@pytest.mark.parametrize("rule", RULES)
+def test_optimizers(tmp_path, rule):
+    run(optimizers, 2, str(tmp_path / "store"), rule)
 
 
-def test_a_state_dict_after_a_forward_without_a_backward():
-    assert run_ranks(forward_without_backward, 2) == [True, True]
-    assert run_ranks(another_module_after_it, 2) == [False, False]
-
-
-def test_models(tmp_path):
-    for ranks in (2, 1):
-        run(model_both_ways, ranks)
-
-
-def optimizers_both_ways(ctx):
-    comm = ctx.communicator()
-    for rule, make in RULES.items():
-        plain = Net()
-        reference = optimizer_of(make, plain)
-        train(plain, reference)
-        want = torchs_get(plain, reference)
-        model = sharded(comm=comm)
-        optimizer = optimizer_of(make, model)
-        train(model, optimizer)
-        assert not differences(get_optimizer_state_dict(model, optimizer, full_state_dict=True), want), rule
-        alone = want if ctx.rank == 0 else {}
-        for options in ({"rank0_only": True, "full_state_dict": True},
-                        {"options": StateDictOptions(full_state_dict=True, cpu_offload=True)}):  # fmt: skip
-            assert not differences(get_optimizer_state_dict(model, optimizer, **options), alone), rule
-        assert not differences(settings.full_optim_state_dict(model, optimizer), alone)
-        config = FullOptimStateDictConfig(rank0_only=True)
-        with settings.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=config):
-            assert not differences(settings.optim_state_dict(model, optimizer), alone)
-            to_load = settings.optim_state_dict_to_load(model, optimizer, alone)
-        loads = (
-            lambda m, o: set_optimizer_state_dict(m, o, want),  # noqa: B023
-            lambda m, o: set_optimizer_state_dict(m, o, alone, broadcast_from_rank0=True),  # noqa: B023
-            lambda m, o: set_optimizer_state_dict(m, o, reference.state_dict()),  # noqa: B023
-            lambda m, o: set_optimizer_state_dict(m, o, get_optimizer_state_dict(model, optimizer)),  # noqa: B023
-            lambda m, o: o.load_state_dict(to_load),  # noqa: B023
-            lambda m, o: o.load_state_dict(settings.scatter_full_optim_state_dict(alone, m, optim=o)),  # noqa: B023
-        )
-        last = dict(plain.state_dict())
-        for load in loads:
-            again = sharded(comm=comm)
-            other = optimizer_of(make, again)
-            other.param_groups[0]["lr"] = 5.0
-            load(again, other)
-            again.load_state_dict(last)
-            assert not differences(get_optimizer_state_dict(again, other, full_state_dict=True), want), rule
-        train(plain, reference, 1)
-        train(again, other, 1)
-        assert not differences(dict(again.state_dict()), dict(plain.state_dict())), rule
+@over_gloo
+def refusals(ctx):
+    model = sharded()
+    optimizer = optimizer_of(RULES["amsgrad"], model)
+    train(model, optimizer)
+    state = get_optimizer_state_dict(model, optimizer, full_state_dict=True)
     errors = []
-    shorter = {**want, "param_groups": want["param_groups"][:1]}
-    wrong = {**want["state"], "conv.weight": {"exp_avg": torch.zeros(4, 4)}}
-    for bad in (shorter, {**want, "state": {"elsewhere": {}}}, {**want, "state": wrong}, {}):
-        with pytest.raises(InvalidArgument) as caught:
-            set_optimizer_state_dict(again, other, bad)
+
+    def refused(error, call):
+        with pytest.raises(error) as caught:
+            call()
         errors.append(str(caught.value))
-    if ctx.size > 1:
-        with pytest.raises(CollectivesError) as caught:
-            if ctx.rank == 0:
-                get_optimizer_state_dict(again, other, full_state_dict=True)
-            else:
-                again(IDS).sum().backward()
-        errors.append(str(caught.value))
-        train(again, other, 1)  # and on it goes
+
+    wrong = {**state["state"], "conv.weight": {"exp_avg": torch.zeros(4, 4)}}
+    shorter = {**state, "param_groups": state["param_groups"][:1]}
+    for bad in (shorter, {**state, "state": {"elsewhere": {}}}, {**state, "state": wrong}, {}):
+        refused(InvalidArgument, lambda: set_optimizer_state_dict(model, optimizer, bad))  # noqa: B023
+    assert not differences(get_optimizer_state_dict(model, optimizer, full_state_dict=True), state)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+    refused(InvalidUsage, lambda: get_optimizer_state_dict(model, stranger))
+    optimizer.state[model.conv.weight]["blocks"] = torch.ones(3)
+    refused(InvalidArgument, lambda: get_optimizer_state_dict(model, optimizer))
     return errors
 
 
-def test_optimizers():
-    wanted = ["it has none of", "the model has no elsewhere", "exp_avg of conv.weight", '"state" and "param_groups"',
-              "don't make the same call (rank 0 get_optimizer_state_dict() | rank 1 reduces "]  # fmt: skip
-    for errors in run(optimizers_both_ways, 2):
+def test_refused(tmp_path):
+    wanted = [
+        "has no scale", "model has no elsewhere", "exp_avg of conv.weight: its shape is [4, 4]",
+        '"state" and "param_groups"', "not the model's", "blocks of conv.weight is a plain tensor [3]",
+    ]  # fmt: skip
+    for errors in run(refusals, 2, str(tmp_path / "store")):
         assert len(errors) == len(wanted)
         for text, want in zip(errors, wanted, strict=True):
             assert want in text
+
+
+@over_gloo
+def pickled(ctx, data):
+    """A job's pickled shards are another job's where it has as many ranks, and are refused where it has not."""
+    model = sharded(3 if data is None else 4)
+    if data is None:
+        stream = io.BytesIO()
+        torch.save(model.state_dict(), stream)
+        return stream.getvalue()
+    state = torch.load(io.BytesIO(data[min(ctx.rank, 1)]))
+    if ctx.size == 2:
+        model.load_state_dict(state)
+        assert not differences(dict(full_state_dict(model)), dict(Net().state_dict()))
+    else:
+        with pytest.raises(InvalidArgument, match="one of 2 shards of another job"):
+            model.load_state_dict(state)
+    return None
+
+
+def test_pickled_shards(tmp_path):
+    data = run(pickled, 2, str(tmp_path / "store"), None)
+    for ranks in (2, 1):
+        run(pickled, ranks, str(tmp_path / f"store {ranks}"), data)
+
+
+@over_gloo
+def alone(ctx):
+    """Rank 0 makes a full state dict, and the other rank goes away."""
+    model = sharded()
+    train(model, optimizer_of(RULES["momentum"], model))
+    if ctx.rank == 0:
+        with pytest.raises(CollectivesError, match="in state_dict.. of [a-z0-9.]*: all ranks must call it"):
+            full_state_dict(model)
+    units_in(model)[0].world.close()
+
+
+def test_a_rank_alone_says_what_it_waits_in(tmp_path):
+    run(alone, 2, str(tmp_path / "store"))
 
 
 class Deep(nn.Module):
@@ -218,63 +323,124 @@ class Deep(nn.Module):
         return self.tied(self.last(self.memory(self.norm(self.first(x)))[0]))
 
 
-def reset(model):
+@over_gloo
+def from_meta(ctx, folder):
     torch.manual_seed(1)
-    for each in model.modules():
-        if hasattr(each, "reset_parameters"):
-            each.reset_parameters()
-
-
-def from_meta(ctx):
-    comm = ctx.communicator()
     plain = Deep()
-    reset(plain)
     want = dict(plain.state_dict())
 
-    def made():
+    def made(parts=lambda model: [model.memory, [model.last, model.norm]]):
         with torch.device("meta"):
             model = Deep()
-        for part in (model.memory, model.last, model):
-            fully_shard(part, comm=comm)
+        for part in (*parts(model), model):
+            fully_shard(part)
         return model
 
-    def init(each):
-        each.to_empty(device="cpu", recurse=False)
-        each.reset_parameters()
-
-    def by_fsdp2(model):
+    def to_empty(model):
         model.to_empty(device="cpu")
-        reset(model)
+        model.load_state_dict(want)
 
+    def given():  # what is assigned is the module's then
+        return copy.deepcopy(want) if ctx.rank == 0 else {}
+
+    first = made(lambda model: [model.last])
+    to_empty(first)
+    save(f"{folder}/checkpoint", first)
     ways = {
-        "materialize": materialize,
-        "param_init_fn": lambda model: materialize(model, param_init_fn=init),
-        "to_empty": by_fsdp2,
-        "load_state_dict": lambda model: model.load_state_dict(want),
-        "assign": lambda model: model.load_state_dict(want, assign=True),
-        "rank 0": lambda model: set_model_state_dict(model, want if ctx.rank == 0 else {}, broadcast_from_rank0=True),
+        "assign": lambda model: model.load_state_dict(copy.deepcopy(want), assign=True),
+        "ours": lambda model: set_model_state_dict(model, copy.deepcopy(want)),
+        "rank 0": lambda model: set_model_state_dict(model, given(), broadcast_from_rank0=True),
+        "torch's": lambda model: torchs.set_model_state_dict(model, copy.deepcopy(want), options=FULL),
+        "torch's, rank 0": lambda model: torchs.set_model_state_dict(model, given(), options=FROM_RANK_0),
+        "load": lambda model: load(f"{folder}/checkpoint", model),
     }
     for way, begin in ways.items():
         model = made()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1) if way != "to_empty" else None
-        with pytest.raises(InvalidArgument, match="on the meta device"):
-            model(torch.ones(4, 40))
-        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         begin(model)
-        assert not differences(dict(model.state_dict()), want), way
+        assert not differences(dict(full_state_dict(model)), want), way
         model(torch.ones(4, 40)).sum().backward()
-        if optimizer is not None:
-            optimizer.step()
-            assert differences(dict(model.state_dict()), want), way
-    with pytest.raises(InvalidUsage, match="first.weight is on the meta|first.weight of Deep is on the meta"):
-        made().first.reset_parameters()
-    with pytest.raises(InvalidUsage, match="was on the meta device and is not in"):
-        made().load_state_dict({key: value for key, value in want.items() if key != "last.weight"}, strict=False)
-    with pytest.raises(InvalidUsage, match=r"no reset_parameters\(\)"):
-        materialize(sharded(comm=comm, device="meta"))
-    with pytest.raises(InvalidUsage, match="left on the meta device"):
-        materialize(made(), param_init_fn=lambda each: None)
+        optimizer.step()
+        assert "first.weight" in str(differences(dict(full_state_dict(model)), want)), way
+    with pytest.raises(InvalidUsage, match="last.weight is on the meta device and not in"):
+        made().load_state_dict({key: v for key, v in want.items() if key != "last.weight"}, strict=False, assign=True)
 
 
-def test_from_the_meta_device():
-    run(from_meta, 2)
+def test_from_the_meta_device(tmp_path):
+    run(from_meta, 2, str(tmp_path / "store"), str(tmp_path))
+
+
+@over_gloo
+def whole_parameters(ctx):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = sharded(mp_policy=policy)
+    want = dict(Net().named_parameters())
+    model(IDS).float().square().mean().backward()
+    shards = list(model.parameters())
+    grads = [param.grad.full_tensor() for param in shards]
+    with unsharded_params(units_in(model), with_grads=True):
+        held = dict(model.named_parameters())
+        assert not differences({name: param.detach() for name, param in held.items()},
+                               {name: param.detach() for name, param in want.items()})  # fmt: skip
+        assert all(type(param) is nn.Parameter for param in held.values()) and model.head.weight is model.emb.weight
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            assert torch.equal(param.grad, grad)
+        assert not differences(dict(model.state_dict()), dict(Net().state_dict()))
+        with torch.no_grad():
+            model.conv.weight.fill_(2.0)
+            model.conv.weight.grad.fill_(3.0)
+    assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
+    assert torch.equal(model.conv.weight.full_tensor(), torch.full((3, 7, 3), 2.0))
+    assert torch.equal(model.conv.weight.grad.full_tensor(), torch.full((3, 7, 3), 3.0))
+    with unsharded_params(units_in(model), writeback=False, rank0_only=True, offload_to_cpu=True):
+        assert isinstance(model.conv.weight, RaggedTensor) == (ctx.rank != 0)
+        with torch.no_grad():
+            model.conv.weight.fill_(5.0) if ctx.rank == 0 else None
+    assert torch.equal(model.conv.weight.full_tensor(), torch.full((3, 7, 3), 2.0))
+    with pytest.raises(ZeroDivisionError), unsharded_params(units_in(model)):
+        raise ZeroDivisionError
+    assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
+    with pytest.raises(InvalidArgument, match="writeback=False"), unsharded_params(units_in(model), rank0_only=True):
+        pass
+    # A forward inside computes with them.
+    other = sharded()
+    with unsharded_params(units_in(other), writeback=False):
+        nn.init.zeros_(other.emb.weight)
+        assert torch.equal(other(IDS), torch.ones(11, 11))
+    assert not torch.equal(other(IDS), torch.ones(11, 11))
+    # A copy of a part has shards of its own, and loads.
+    part = copy.deepcopy(model.conv)
+    part.load_state_dict({"weight": torch.ones(3, 7, 3), "bias": torch.ones(3)})
+    assert torch.equal(part.weight.full_tensor(), torch.ones(3, 7, 3))
+    assert torch.equal(model.conv.weight.full_tensor(), torch.full((3, 7, 3), 2.0))
+
+
+def test_whole_parameters(tmp_path):
+    run(whole_parameters, 2, str(tmp_path / "store"))
+
+
+@over_gloo
+def replicas(ctx, folder):
+    """Replicas and shards on a 2-d mesh: all forms, to and from a one-dimensional mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh=mesh)
+    optimizer = optimizer_of(RULES["amsgrad"], model)
+    train(model, optimizer)
+    want = [dict(full_state_dict(model)), get_optimizer_state_dict(model, optimizer, full_state_dict=True)]
+    save(f"{folder}/checkpoint", model, optimizer)
+    shards = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    for way in ("load", "shards"):
+        for seed, where in ((5, mesh), (6, init_device_mesh("cpu", (4,)))):
+            again = sharded(seed, mesh=where)
+            other = optimizer_of(RULES["amsgrad"], again)
+            if way == "load":
+                load(f"{folder}/checkpoint", again, other)
+            else:
+                again.load_state_dict(model.state_dict())
+                set_optimizer_state_dict(again, other, shards)
+            got = [dict(full_state_dict(again)), get_optimizer_state_dict(again, other, full_state_dict=True)]
+            assert not differences(got, want), (way, seed)
+
+
+def test_replicas(tmp_path):
+    run(replicas, 4, str(tmp_path / "store"), str(tmp_path))

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import torch
 
-from ..._nccl import DTYPES, OPS, REFUSAL_BYTES, SHRINK_ABORT, ErrorInfo, FlightRing
+from ..._nccl import DTYPES, OPS, REFUSAL_BYTES, SHRINK_ABORT, ErrorInfo, FlightRing, name_of_tag
 from ...arrays import ITEMSIZE
 from ...errors import (
     Aborted,
@@ -93,6 +93,7 @@ class MultiNodeComm:
         self.call_order = CallOrder()
         self._running: Call | None = None
         self.flight_ring: FlightRing | None = None
+        self.tag = 0  # see `Communicator.tag`
         self._failure: CollectivesError | None = None
         self._aborted = False
         self._timeout: float | None = None
@@ -146,11 +147,12 @@ class MultiNodeComm:
             self.collectives.begin_call(self._timeout, call.label)
             call.body()
         except _PartsMismatch as error:  # all ranks have it, and the communicator goes on
-            error.error.op = call.label[0] or call.op
+            error.error.op, error.error.tag = call.label[0] or call.op, name_of_tag(call.tag)
             call.record_end(error.error)
             raise error.error from error
         except Exception as error:
             found = self._fail(error, call.label[0] or call.op)
+            found.tag = name_of_tag(call.tag)
             call.record_end(found)
             raise found from error
         except BaseException:  # Ctrl-C: the peers must not be left waiting

@@ -97,7 +97,9 @@ class Call:
     ``previous_done`` and ``done``: events that put the communicator's calls in order.
     """
 
-    __slots__ = ("body", "comm", "done", "flight_number", "label", "nbytes", "op", "p2p_op", "previous_done", "stream")
+    __slots__ = (
+        "body", "comm", "done", "flight_number", "label", "nbytes", "op", "p2p_op", "previous_done", "stream", "tag",
+    )  # fmt: skip
 
     def __init__(self, comm, op: str, nbytes: int, body, stream: int, p2p_op=None):
         self.comm = comm
@@ -106,13 +108,14 @@ class Call:
         self.body = body
         self.stream = stream
         self.p2p_op = p2p_op
+        self.tag = comm.tag
         self.label = comm.library.take_label()
         self.previous_done = self.done = None
         ring = comm.flight_ring
-        self.flight_number = 0 if ring is None else ring.add(
-            FLIGHT_OPS.index(op), nbytes, _BYTES, stream, -1 if p2p_op is None else p2p_op.peer, p2p_op is None
-        )
-
+        self.flight_number = 0
+        if ring is not None:
+            peer = -1 if p2p_op is None else p2p_op.peer
+            self.flight_number = ring.add(FLIGHT_OPS.index(op), nbytes, _BYTES, stream, peer, p2p_op is None, self.tag)
 
     def record_start(self) -> None:
         """Record in the flight recorder that the call has started."""

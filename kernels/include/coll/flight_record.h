@@ -22,7 +22,7 @@ enum {
   collFlightOutcomeOffset = 2048, // JSON of the communicator's end or error, as above
   collFlightOutcomeBytes = 2048,
   collFlightLines = 512,
-  collFlightLineBytes = 128       // "file:line", with its terminating 0
+  collFlightLineBytes = 128       // "file:line", "\tname of a tag" or both, with the terminating 0
 };
 
 enum { collFlightBlocking = 1, collFlightCollective = 2, collFlightReported = 4 };
@@ -34,7 +34,7 @@ typedef struct collFlightRecord {
   uint64_t stream;                  // CUDA stream or queue; 0: the calling thread
   uint32_t sequence;                // collectives so far, this one included
   int32_t peer;                     // root or peer, else -1
-  uint16_t line;                    // of the program: 1 + its place in the line names; 0: not recorded
+  uint16_t line;                    // of the program, and the tag: 1 + the place in the line names; 0: not recorded
   uint8_t op;                       // its place in the binding's FLIGHT_OPS
   uint8_t dtype;                    // NCCL's code
   int16_t code;                     // ncclResult_t of its end

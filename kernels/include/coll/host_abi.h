@@ -65,6 +65,7 @@ typedef struct {
   char op[32];        // "ncclAllReduce"
   char text[4096];
   int peers[COLL_HOST_MAX_RANKS];
+  uint32_t tag;       // of collHostTag; 0: none
 } collHostErrorInfo_t;
 
 // The newest error of the calling thread (comm NULL), or the error that a communicator is stuck in.
@@ -91,6 +92,9 @@ ncclResult_t collHostCommPeek(ncclComm_t comm, int peer, int64_t header[collHost
 // layer above that sends types of its own as bytes, or makes an operation of its own out of
 // another. Either may be NULL. Ranks whose labels differ did not make the same call.
 ncclResult_t collHostLabel(const char* op, const char* datatype);
+// Sets the tag of the calling thread's next operation, a number that stands for a part of the program;
+// 0: none. Ranks whose tags differ did not make the same call. Sends and receives don't compare it.
+ncclResult_t collHostTag(uint32_t tag);
 // Has the engine write into a flight record when the calling thread's next operation starts and ends.
 // The memory stays the caller's, and must stay mapped; see flight_record.h.
 typedef struct collFlightRecord collFlightRecord_t;
