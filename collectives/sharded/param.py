@@ -115,6 +115,7 @@ class ParamGroup:
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
         self.store, self._pinned = store, pinned
+        self._wire = None  # the `QuantizedAllGather` in whose format the parameters were gathered
         sizes = [original.numel() for original in originals]
         rows = [max(1, original.shape[1:].numel() if original.dim() else 1) for original in originals]
         narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
@@ -252,8 +253,10 @@ class ParamGroup:
             kept, self._post_forward = self._post_forward, None
             return neighbours.all_gather(self.full, kept, async_op=async_op)
         comm = self.ranks.comm
-        if wire is not None and wire.saves(self.gather_dtype):
-            return wire.gather(comm, self.shard, self.full, self.arena, async_op=async_op)
+        self._wire = wire if wire is not None and wire.saves(self.gather_dtype) else None
+        if self._wire is not None:
+            shard = self.shard.to(self.ranks.device, non_blocking=True)
+            return wire.gather(comm, shard, self.full, self.arena, async_op=async_op)
         send = self.shard
         if self.gather_dtype != self.dtype or self.store != self.ranks.device:
             send = self.full[self.rank * self.part :][: self.part]
@@ -283,10 +286,17 @@ class ParamGroup:
         self._post_forward = kept
 
     def write_back(self) -> None:
-        """Copy to the shard what was written to the full parameters."""
-        if not self.shares_memory:
-            for param in self.params:
-                param.local.copy_(param.placement.cut(param.full.detach(), self.rank))
+        """Copy to the shard what was written to the full parameters; elements that are the shard's,
+        rounded as they were sent, stay.
+        """
+        if self.shares_memory:
+            return
+        sent = self.shard.to(self.gather_dtype)
+        if self._wire is not None:
+            sent = self._wire.rounded(self.shard, self.gather_dtype)
+        for param in self.params:
+            own = param.placement.cut(param.full.detach(), self.rank).to(self.store)
+            param.local.copy_(torch.where(own == param.view_shard(sent), param.local, own.to(self.dtype)))
 
     # ---- Gradients.
 
@@ -312,6 +322,10 @@ class ParamGroup:
         if self._grads is None or storage_use_count(self._grads) > _UNSHARED:
             self._grads = torch.empty(self.part, dtype=self.dtype, device=self.ranks.device)
         return self._grads
+
+    def drop_output(self) -> None:
+        """Free the memory of `take_output`."""
+        self._grads = None
 
     def store_grads(self, reduced: torch.Tensor) -> None:
         """Make reduced gradients those of the sharded parameters, or add them to those that are there."""
