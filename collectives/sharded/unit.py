@@ -89,7 +89,7 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
-        count_steps([param.sharded for param in self.params], count=self.scheduler.step_count)
+        self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
@@ -171,6 +171,12 @@ class Unit:
         for group in self.groups:
             group.rehome()
         self.versions = ()
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
+        params = [param.sharded for param in self.params if not param.sharded.is_meta]
+        count_steps(params, count=self.scheduler.step_count)
 
     def sync_attributes(self) -> None:
         """Take over what users have set on the sharded parameters since the last forward."""
