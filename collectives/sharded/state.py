@@ -100,7 +100,7 @@ _form = _Form()
 
 
 @contextlib.contextmanager
-def _as_shards() -> Iterator[None]:
+def as_shards() -> Iterator[None]:
     before, _form.shards = _form.shards, True
     try:
         yield
@@ -243,7 +243,7 @@ def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False, rank0_on
     Raises:
         Mismatch, CollectiveTimeout, RemoteError: Other ranks don't call it; the message names the parameter.
     """
-    with _as_shards():
+    with as_shards():
         made = module.state_dict()
     gather_entries(module, made, to_cpu=offload_to_cpu, rank0_only=rank0_only)
     return made
@@ -339,7 +339,7 @@ def get_model_state_dict(
     """
     full, to_cpu, rank0_only = _read_options(options, full_state_dict, cpu_offload, rank0_only)
     inner = inner_module(model)
-    with _as_shards():
+    with as_shards():
         made = inner.state_dict()
     if full:
         gather_entries(inner, made, to_cpu=to_cpu, rank0_only=rank0_only)
@@ -380,7 +380,7 @@ def set_model_state_dict(
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
     inner = inner_module(model)
-    with _as_shards():
+    with as_shards():
         own = inner.state_dict(keep_vars=True)
     keys = {clean_name(key): key for key in own}
     if broadcast_from_rank0:
@@ -720,7 +720,7 @@ def _copy_distributed(own, local_state_dict: dict, keys: list[str], *args, **opt
 
 
 def _get_as_shards(own, *args, **options):
-    with _as_shards():
+    with as_shards():
         return own(*args, **options)
 
 

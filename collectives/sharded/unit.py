@@ -89,7 +89,7 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
-        count_steps([param.sharded for param in self.params], count=self.scheduler.step_count)
+        self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
@@ -173,6 +173,12 @@ class Unit:
         for group in self.groups:
             group.rehome()
         self.versions = ()
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
+        params = [param.sharded for param in self.params if not param.sharded.is_meta]
+        count_steps(params, count=self.scheduler.step_count)
 
     def sync_attributes(self) -> None:
         """Take over what users have set on the sharded parameters since the last forward."""
@@ -205,6 +211,8 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
+            if any(group.shard.is_meta for group in self.groups):
+                self.rehome()  # modules inside may have got memory since
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             comm = self.comm if self.neighbours is None else self.neighbours
