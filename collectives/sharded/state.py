@@ -287,8 +287,11 @@ def unsharded_params(
             whole = nn.Parameter(data, requires_grad=param.sharded.requires_grad)
             whole.grad = grad
             held.append((param, whole))
+    units = {unit for unit, _ in params}
     for param, whole in held:
         _hold(param, whole)
+    for unit in units:
+        unit.holds_copies = True
     try:
         with torch.enable_grad():
             yield
@@ -297,6 +300,8 @@ def unsharded_params(
             if with_grads and whole.grad is not None and param.sharded.grad is not None:
                 _write_back(param.sharded.grad, whole.grad)
     finally:
+        for unit in units:
+            unit.holds_copies = False
         for param, _ in held:
             _hold(param, param.sharded)
 

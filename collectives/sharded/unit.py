@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
-from ..gradients.step_count import count_steps
+from ..gradients.step_count import count_steps, forget_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .param import ParamGroup, ShardedParam
@@ -111,6 +111,7 @@ class Unit:
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
+        self.holds_copies = False  # of whole parameters, in a block of `state.unsharded_params`
         for param in self.params:
             for holder, attribute in param.places:
                 holder._parameters[attribute] = param.sharded
@@ -179,6 +180,11 @@ class Unit:
         """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
         params = [param.sharded for param in self.params if not param.sharded.is_meta]
         count_steps(params, count=self.scheduler.step_count)
+
+    def prepare_conversion(self) -> None:
+        """Reshard, and let torch convert the sharded parameters; `rehome` comes after it."""
+        self.reshard()
+        forget_steps(param.sharded for param in self.params)
 
     def sync_attributes(self) -> None:
         """Take over what users have set on the sharded parameters since the last forward."""
