@@ -89,6 +89,7 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
+        self.is_converted = True
         self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
@@ -169,12 +170,21 @@ class Unit:
                 param.sharded = held
                 for other, name in param.places[1:]:
                     other._parameters[name] = held
-        if len(self.modules) > 1 and len({param.local.is_meta for param in self.params}) > 1:
-            return  # to_empty() goes from module to module: the others come next
-        for group in self.groups:
-            group.rehome()
-        self.versions = ()
-        self._count_steps()
+        self.is_converted = all([group.rehome() for group in self.groups])
+        if self.is_converted:  # else conversions of other modules follow
+            self.versions = ()
+            self._count_steps()
+
+    def _check_converted(self) -> None:
+        """Raise `InvalidUsage` where a conversion has left parameters with several dtypes or devices."""
+        if not self.is_converted or any(group.shard.is_meta for group in self.groups):
+            self.rehome()  # modules inside may have got memory since
+        if not self.is_converted:
+            kinds = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
+            raise InvalidUsage(
+                f"parameters of {self.name} have several dtypes or devices since a conversion, which all modules "
+                f"of the unit need: {', '.join(kinds)}"
+            )
 
     def _count_steps(self) -> None:
         """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
@@ -184,6 +194,7 @@ class Unit:
     def prepare_conversion(self) -> None:
         """Reshard, and let torch convert the sharded parameters; `rehome` comes after it."""
         self.reshard()
+        self.is_converted = False
         forget_steps(param.sharded for param in self.params)
 
     def sync_attributes(self) -> None:
@@ -217,8 +228,7 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
-            if any(group.shard.is_meta for group in self.groups):
-                self.rehome()  # modules inside may have got memory since
+            self._check_converted()
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             comm = self.comm if self.neighbours is None else self.neighbours
