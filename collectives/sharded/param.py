@@ -198,15 +198,17 @@ class ParamGroup:
         if not self.shares_memory and not self.full.is_meta:
             self.full.untyped_storage().resize_(0)
 
-    def rehome(self) -> None:
-        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard."""
+    def rehome(self) -> bool:
+        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard.
+
+        Returns whether it could: not as long as they have several dtypes or devices.
+        """
         data = [param.local for param in self.params]
         kinds = {(local.dtype, local.device) for local in data}
         if all(local.untyped_storage()._cdata == self.shard.untyped_storage()._cdata for local in data):
-            return
+            return True
         if len(kinds) > 1:
-            names = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
-            raise InvalidUsage(f"the parameters of one unit have several dtypes or devices now: {', '.join(names)}")
+            return False
         dtype, device = data[0].dtype, data[0].device
         wanted = "meta" if device.type == "meta" else self.store.type
         if device.type != wanted:
@@ -228,6 +230,7 @@ class ParamGroup:
                 view.copy_(local)
             param.sharded._local_tensor = view
         self._make_full([param.sharded for param in self.params])
+        return True
 
     @property
     def shares_memory(self) -> bool:

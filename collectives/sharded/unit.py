@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
-from ..gradients.step_count import count_steps
+from ..gradients.step_count import count_steps, forget_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .param import ParamGroup, ShardedParam
@@ -89,7 +89,8 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
-        count_steps([param.sharded for param in self.params], count=self.scheduler.step_count)
+        self.is_converted = True
+        self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
@@ -111,6 +112,7 @@ class Unit:
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
+        self.holds_copies = False  # of whole parameters, in a block of `state.unsharded_params`
         for param in self.params:
             for holder, attribute in param.places:
                 holder._parameters[attribute] = param.sharded
@@ -168,11 +170,32 @@ class Unit:
                 param.sharded = held
                 for other, name in param.places[1:]:
                     other._parameters[name] = held
-        if len(self.modules) > 1 and len({param.local.is_meta for param in self.params}) > 1:
-            return  # to_empty() goes from module to module: the others come next
-        for group in self.groups:
-            group.rehome()
-        self.versions = ()
+        self.is_converted = all([group.rehome() for group in self.groups])
+        if self.is_converted:  # else conversions of other modules follow
+            self.versions = ()
+            self._count_steps()
+
+    def _check_converted(self) -> None:
+        """Raise `InvalidUsage` where a conversion has left parameters with several dtypes or devices."""
+        if not self.is_converted or any(group.shard.is_meta for group in self.groups):
+            self.rehome()  # modules inside may have got memory since
+        if not self.is_converted:
+            kinds = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
+            raise InvalidUsage(
+                f"parameters of {self.name} have several dtypes or devices since a conversion, which all modules "
+                f"of the unit need: {', '.join(kinds)}"
+            )
+
+    def _count_steps(self) -> None:
+        """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
+        params = [param.sharded for param in self.params if not param.sharded.is_meta]
+        count_steps(params, count=self.scheduler.step_count)
+
+    def prepare_conversion(self) -> None:
+        """Reshard, and let torch convert the sharded parameters; `rehome` comes after it."""
+        self.reshard()
+        self.is_converted = False
+        forget_steps(param.sharded for param in self.params)
 
     def sync_attributes(self) -> None:
         """Take over what users have set on the sharded parameters since the last forward."""
@@ -205,6 +228,7 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
+            self._check_converted()
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             comm = self.comm if self.neighbours is None else self.neighbours
