@@ -54,7 +54,7 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
         plan.before(flat)
         if ranks.replicas is None:
             comm.reduce_scatter(out, flat, plan.op)
-        elif comm.size == 1 or (world._on_host and not world.machines):
+        elif comm.size == 1 or (world._on_host and len(world.machines or ()) == 1):
             world.all_reduce(flat, plan.op)
             out.copy_(flat[comm.rank * out.numel() :][: out.numel()])
         else:
