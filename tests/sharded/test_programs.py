@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.sharded.programs import (
     Block,
     Net,
+    averaged,
     batch,
     differences,
     full_grads,
@@ -239,18 +240,6 @@ def test_programs(ranks, tmp_path):
     for found in run_ranks(all_programs, ranks, str(tmp_path / "store"), timeout=120):
         assert len(found) > 20
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
-
-
-def averaged(ctx, reference, backward):
-    """Return the gradients of one process: the average of `backward(model, rank)` over the ranks."""
-    total = {name: None for name, _ in reference.named_parameters()}
-    for rank in range(ctx.size):
-        reference.zero_grad()
-        backward(reference, rank)
-        for name, param in reference.named_parameters():
-            if param.grad is not None:
-                total[name] = param.grad / ctx.size + (0 if total[name] is None else total[name])
-    return total
 
 
 @over_gloo
