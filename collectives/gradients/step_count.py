@@ -58,14 +58,16 @@ class StepCount:
             set_step(each, self._steps)
 
 
-def count_steps(parameters: Iterable[torch.nn.Parameter], ddp=None) -> None:
-    """Count the steps of the optimizers of a module's parameters. `ddp`: the DDP object of a hook."""
+def count_steps(parameters: Iterable[torch.nn.Parameter], ddp=None, count: StepCount | None = None) -> None:
+    """Count the steps of the optimizers of a module's parameters. `ddp`: the DDP object of a hook.
+    `count`: where they are counted; None: in a new one.
+    """
     _register_hook()
-    count = StepCount()
+    count = StepCount() if count is None else count
     count.ddp = None if ddp is None else weakref.ref(ddp)
     for parameter in parameters:
         before = _counts.get(parameter)
-        if before is not None:
+        if before is not None and before is not count:
             before.replaced = True
         _counts[parameter] = count
 

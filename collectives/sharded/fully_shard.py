@@ -18,7 +18,9 @@ from ..arrays import kind_of
 from ..comm.agree import all_gather_object, verify_same
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.state import HookState
 from ..weak_tensors import WeakTensorDict
+from .hook_state import get_reducer
 from .managed_params import managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
@@ -101,9 +103,10 @@ def fully_shard(
             op="fully_shard",
         )
     modules = _parse_modules(module)
-    if comm is None and mesh is None and hook_state is not None:
+    group = None
+    if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm
-    group = None if hook_state is None or comm is not None or mesh is not None else hook_state.process_group
+        group = None if comm is not None else hook_state.process_group
     shard(
         modules, ShardedModule, resolve_mesh(modules[0], comm, mesh, group=group), mp_policy=mp_policy,
         offload_policy=offload_policy, ignored_params=() if ignored_params is None else ignored_params,
@@ -152,9 +155,13 @@ def shard(
     found = managed_parameters(root, ignored, stop=lambda module: isinstance(module, ShardedModule))
     for names, _, param in found:
         _check_not_sharded(param, names[0], kind, ranks.world.rank)
-    _compare(found, kind, ranks, (mp_policy, reshard_after_forward, hook_state is not None, block))
+    reducer = get_reducer(hook_state, ranks)
+    options = (("mp_policy", mp_policy), ("reshard_after_forward", reshard_after_forward), ("block", block))
+    described = {name: repr(value) for name, value in options}
+    _compare(found, kind, ranks, {**described, "hook_state": None if reducer is None else reducer.describe()})
     unit = Unit(
         None, ranks=ranks, parameters=found, name=kind, mp_policy=mp_policy, offload_policy=offload_policy, block=block,
+        multiple=1 if reducer is None else reducer.multiple,
     )  # fmt: skip
     unit.set_reshard_after_forward(reshard_after_forward)
     for names, _, param in found:
@@ -162,6 +169,8 @@ def shard(
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # the memory goes
     unit.modules = modules
     watch_state_dicts(unit)
+    if reducer is not None:
+        reducer.add(unit)
     for module in modules:
         module.__class__ = _class_of(base, type(module))
         object.__setattr__(module, "_unit", unit)
@@ -180,7 +189,7 @@ def _check_not_sharded(param: nn.Parameter, name: str, kind: str, rank: int) -> 
         )  # fmt: skip
 
 
-def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
+def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
     """Raise `Mismatch` where the ranks shard other parameters; warn where they have other values."""
     described = {
         " = ".join(names): f"{list(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
@@ -188,7 +197,7 @@ def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
     }
     verify_same(
         ranks.world, f"the ranks shard other parameters of a {kind}, or in another way",
-        {"ranks that share it": ranks.comm.size, "options": repr(options), **described},
+        {"ranks that share it": ranks.comm.size, **options, **described},
         "build the same model on all ranks, and call fully_shard with the same arguments",
     )  # fmt: skip
     sums = all_gather_object(ranks.world, sum(_checksum(param) for _, _, param in found))

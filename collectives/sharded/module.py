@@ -131,6 +131,11 @@ class ShardedModule(nn.Module):
         """Gather this module's parameters by a user's ``comm(output, input, group, async_op)``, which
         returns None, or an object with ``wait()``.
         """
+        if comm is not None and self._unit.wire is not None:
+            raise InvalidUsage(
+                "a custom all-gather sends parameters as they are: leave HookState's gather out",
+                op="set_custom_all_gather",
+            )
         self._unit.custom_all_gather = comm
 
     # ---- Gradients.
@@ -276,6 +281,7 @@ class ShardedModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        self._unit.scheduler.step_count.reset()  # all ranks have the same parameters again
         load_into_shards(self, self._unit, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 

@@ -7,13 +7,16 @@ forwards are there, or at the backward's end.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..comm.communicator import Communicator
-from ..errors import InvalidUsage
+from ..errors import InvalidUsage, Mismatch
+from ..gradients.step_count import StepCount
 from ..torch_compat import current_graph_task_id, will_engine_execute
 from .arena import Arena
 from .offload import GradientOffload
@@ -56,6 +59,7 @@ class Scheduler:
         arena: The units' memory.
         side: The stream on which they gather and reduce on a GPU.
         offload: Copies of gradients to the host.
+        step_count: Counts the optimizers' steps of the units' parameters, which the ranks compare.
         is_last_backward: False: the end of a backward reduces nothing and reshards nothing.
     """
 
@@ -64,6 +68,7 @@ class Scheduler:
         self.arena = Arena(comm)
         self.side = SideStream(comm.device)
         self.offload = GradientOffload(self.side)
+        self.step_count = StepCount()
         self.is_last_backward = True
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
         self._units: list[weakref.ref[Unit]] = []
@@ -214,8 +219,9 @@ class Scheduler:
         self._begin_backward()
         self._expect_gradients(unit)
         if unit.unshard_in_backward:
-            unit.unshard(async_op=True)
-            unit.finish_gather()
+            with self._resetting_steps():
+                unit.unshard(async_op=True)
+                unit.finish_gather()
             if unit.versions != versions:
                 raise InvalidUsage(
                     f"parameters of {unit.name} were written to after the forward of this backward, as by an "
@@ -265,9 +271,17 @@ class Scheduler:
         self._in_backward, self._has_resharded = {}, False
         callback = _Backward(self)
         self._backward = weakref.ref(callback)
+        self.step_count.begin_backward(self.comm)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        for reducer in self._reducers():
-            reducer.begin()
+
+    @contextlib.contextmanager
+    def _resetting_steps(self) -> Iterator[None]:
+        """Count steps anew after a `Mismatch`, which all ranks raise."""
+        try:
+            yield
+        except Mismatch:
+            self.step_count.reset()
+            raise
 
     def _finish(self, unit: Unit) -> None:
         """Reshard a unit that the backward needs no more, and reduce its gradients."""
@@ -278,7 +292,9 @@ class Scheduler:
             unit.reshard()
         if unit.reduces and unit.requires_grad:
             self._awaiting.pop(unit, None)
-            for param, is_used, is_new in unit.reduce():
+            with self._resetting_steps():
+                gradients = unit.reduce()
+            for param, is_used, is_new in gradients:
                 before = self._reduced.get(param, (False, is_new))
                 self._reduced[param] = is_used or before[0], before[1]
 

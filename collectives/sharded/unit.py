@@ -15,6 +15,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.step_count import count_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .param import ParamGroup, ShardedParam
@@ -45,6 +46,7 @@ class Unit:
         mp_policy: As in `fully_shard`.
         offload_policy: As in `fully_shard`.
         block: As in `fully_shard`.
+        multiple: A number of elements of which a rank's part of a flat buffer is a multiple.
 
     Attributes:
         params: The parameters, `ShardedParam`.
@@ -87,6 +89,7 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
+        count_steps([param.sharded for param in self.params], count=self.scheduler.step_count)
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
@@ -165,6 +168,8 @@ class Unit:
                 param.sharded = held
                 for other, name in param.places[1:]:
                     other._parameters[name] = held
+        if len(self.modules) > 1 and len({param.local.is_meta for param in self.params}) > 1:
+            return  # to_empty() goes from module to module: the others come next
         for group in self.groups:
             group.rehome()
         self.versions = ()
@@ -349,6 +354,9 @@ class Unit:
                 trainable = [param for param in group.params if param.sharded.requires_grad]
                 reduced += [(param, param.full.grad is not None, param.sharded.grad is None) for param in trainable]
                 self._reduce_group(group)
+        if self.reducer is not None:
+            with self.scheduler.side.after_current():
+                self.reducer.finish(self, reduced)
         return reduced
 
     def _reduce_group(self, group: ParamGroup) -> None:
