@@ -20,7 +20,7 @@ from tests.ddp.training import batch, make_model, over_gloo, run
 from tests.hosts import joined
 from tests.ranks import Died, run_ranks
 from tests.sharded.programs import Net, averaged, differences, full_grads, loss_of, shard_blocks
-from tests.sharded.training import sharded
+from tests.sharded.training import over_comm, sharded
 
 
 def raised(call):
@@ -282,6 +282,7 @@ def test_torchs_data_parallelism(tmp_path):
 # ---- Ranks that do different things.
 
 
+@over_comm
 def other_units(ctx, machines):
     """One rank calls another block, or evaluates alone: a Mismatch on all ranks names both units."""
     found = {}
@@ -314,6 +315,7 @@ def test_ranks_in_other_units():
         assert seconds < 10
 
 
+@over_comm
 def kinds_of_divergence(ctx):
     """On communicators of their own, since not all of these errors reach all ranks."""
     found = {}
@@ -362,6 +364,7 @@ def test_other_kinds_of_divergence():
     assert name == "CollectiveTimeout" and "rank 1" in text and seconds < 10, first
 
 
+@over_comm
 def dies(ctx):
     """A rank is killed in a step: the others' errors name it within seconds."""
     net = shard_blocks(Net(), comm=ctx.communicator().split(0))

@@ -26,7 +26,7 @@ from collectives.sharded import (
 from tests.ddp.training import batch, make_model, over_gloo, run
 from tests.ranks import run_ranks
 from tests.sharded.programs import averaged, differences, full_grads, full_params
-from tests.sharded.training import RULES, full, loss_of, same, sharded, steps_of
+from tests.sharded.training import RULES, full, loss_of, over_comm, same, sharded, steps_of
 
 # Older versions of torch have no such class, and no such argument either.
 MESH_DIMS = fsdp.DataParallelMeshDims(shard="shard") if hasattr(fsdp, "DataParallelMeshDims") else "any"
@@ -318,6 +318,7 @@ def test_methods(tmp_path):
 # ---- Units by hand.
 
 
+@over_comm
 def unit_by_hand(ctx):
     """A unit on a communicator alone: no torch.distributed, gradients that aren't autograd's."""
     torch.manual_seed(4)

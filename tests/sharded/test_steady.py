@@ -14,10 +14,12 @@ from tests.hosts import joined
 from tests.ranks import run_ranks
 from tests.sharded.programs import Net, loss_of, shard_blocks
 from tests.sharded.test_order_check import CountingStore
+from tests.sharded.training import over_comm
 
 PACKAGE = str(Path(collectives.__file__).parent)
 
 
+@over_comm
 def gather_paths(ctx):
     """Return the files and the number of calls from a forward to each all-gather that it makes."""
     net = shard_blocks(Net(), comm=ctx.communicator())
@@ -48,6 +50,7 @@ def test_the_path_of_a_gather():
             assert len(set(files)) <= 6 and calls <= 12, found
 
 
+@over_comm
 def collectives_of_steps(ctx, machines):
     """Return for each step the collectives that the ranks have called, and the calls of the store."""
     with joined(ctx, machines) as comm:
@@ -78,6 +81,7 @@ def test_the_collectives_of_a_step(machines):
 # ---- Memory.
 
 
+@over_comm
 def arena_of(ctx, reshard):
     """Return for each step what the communicator was asked for, and the bytes that the arena has."""
     comm = ctx.communicator().split(0)
@@ -123,6 +127,7 @@ class Keeps(nn.Module):
         return self.linear(x)
 
 
+@over_comm
 def kept_views(ctx):
     """Views that a program keeps past a reshard raise; they have their values again while the unit is gathered."""
     model = fully_shard(nn.Sequential(fully_shard(Keeps(), comm=ctx.communicator())), comm=ctx.communicator())

@@ -1,6 +1,9 @@
 """Training of small models in shards and, for comparison, by our DDP hook."""
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import collectives
@@ -15,6 +18,20 @@ RULES = {
     "our sgd": lambda params: collectives.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.01),
     "our adamw": lambda params: collectives.optim.AdamW(params, 0.01),
 }
+
+
+def over_comm(function):
+    """Run a function of (ctx, ...) without torch.distributed; the groups over its communicators end with it."""
+
+    @functools.wraps(function)
+    def inside(ctx, *args):
+        try:
+            return function(ctx, *args)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return inside
 
 
 def sharded(model=None, **options):
