@@ -19,7 +19,7 @@ from ..comm.communicator import Communicator
 from ..comm.program_step import set_step
 from ..weak_tensors import WeakTensorDict
 
-__all__ = ["StepCount", "count_steps", "find_step_count"]
+__all__ = ["StepCount", "count_steps", "find_step_count", "forget_steps"]
 
 _counts = WeakTensorDict()  # parameter -> the count of its module
 
@@ -70,6 +70,12 @@ def count_steps(parameters: Iterable[torch.nn.Parameter], ddp=None, count: StepC
         if before is not None and before is not count:
             before.replaced = True
         _counts[parameter] = count
+
+
+def forget_steps(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Count no steps of these parameters, and hold no weak reference to them, with which torch can't swap them."""
+    for parameter in parameters:
+        _counts.pop(parameter)
 
 
 def find_step_count(parameter: torch.Tensor) -> StepCount | None:

@@ -274,11 +274,12 @@ class ShardedModule(nn.Module):
     def _apply(self, fn, recurse=True):
         units = units_in(self)
         for unit in units:
-            unit.reshard()
-        super()._apply(fn, recurse)
-        for unit in units:
-            unit.rehome()
-        return self
+            unit.prepare_conversion()
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            for unit in units:
+                unit.rehome()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
         self._unit.scheduler.step_count.reset()  # all ranks have the same parameters again

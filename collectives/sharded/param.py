@@ -205,6 +205,8 @@ class ParamGroup:
         if all(local.untyped_storage()._cdata == self.shard.untyped_storage()._cdata for local in data):
             return
         if len(kinds) > 1:
+            if any(local.is_meta for local in data):
+                return  # it is allocated module by module
             names = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
             raise InvalidUsage(f"the parameters of one unit have several dtypes or devices now: {', '.join(names)}")
         dtype, device = data[0].dtype, data[0].device

@@ -138,6 +138,12 @@ class Scheduler:
             return
         if self._depth == 1:
             self._begin_pass(module)
+        if unit.holds_copies and torch.is_grad_enabled():
+            raise InvalidUsage(
+                f"{unit.name} holds copies of its parameters, whose gradients no rank would get: leave the block of "
+                "summon_full_params, or use torch.no_grad()",
+                op="forward", rank=self.comm.rank,
+            )  # fmt: skip
         unit.sync_attributes()
         unit.drop_stale()
         unit.unshard()

@@ -15,7 +15,7 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
-from ..gradients.step_count import count_steps
+from ..gradients.step_count import count_steps, forget_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .param import ParamGroup, ShardedParam
@@ -89,7 +89,7 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
-        count_steps([param.sharded for param in self.params], count=self.scheduler.step_count)
+        self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
@@ -111,6 +111,7 @@ class Unit:
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
+        self.holds_copies = False  # of whole parameters, in a block of `state.unsharded_params`
         for param in self.params:
             for holder, attribute in param.places:
                 holder._parameters[attribute] = param.sharded
@@ -173,6 +174,17 @@ class Unit:
         for group in self.groups:
             group.rehome()
         self.versions = ()
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
+        params = [param.sharded for param in self.params if not param.sharded.is_meta]
+        count_steps(params, count=self.scheduler.step_count)
+
+    def prepare_conversion(self) -> None:
+        """Reshard, and let torch convert the sharded parameters; `rehome` comes after it."""
+        self.reshard()
+        forget_steps(param.sharded for param in self.params)
 
     def sync_attributes(self) -> None:
         """Take over what users have set on the sharded parameters since the last forward."""
@@ -205,6 +217,8 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
+            if any(group.shard.is_meta for group in self.groups):
+                self.rehome()  # modules inside may have got memory since
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             comm = self.comm if self.neighbours is None else self.neighbours
