@@ -40,6 +40,19 @@ class Checkpointed(Net):
         return self.head(x)
 
 
+class CheckpointedParts(nn.Module):
+    """Checkpoints a part of itself."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        part = nn.Sequential(self.first, nn.Tanh(), self.second, nn.Tanh())
+        return checkpoint(part, x, use_reentrant=self.reentrant)
+
+
 class Experts(nn.Module):
     """One of three experts, and a layer that nobody uses."""
 
@@ -196,6 +209,11 @@ def all_programs(ctx):
             found[f"reshard_after_forward={reshard}, use_reentrant={reentrant}"] = train_both(
                 ctx, make, lambda net, reshard=reshard: shard_blocks(net, reshard_after_forward=reshard)
             )
+    for reentrant in (True, False):
+        found[f"parts, use_reentrant={reentrant}"] = train_both(
+            ctx, lambda reentrant=reentrant: nn.Sequential(*(CheckpointedParts(reentrant) for _ in range(2))),
+            shard_parts("0"), lambda model, rank, step: model(batch(rank, step).requires_grad_()).square().mean(),
+        )  # fmt: skip
     found["experts"] = train_both(
         ctx, Mixture, shard_parts("layers.0", "layers.1", "layers.2"), other_experts, steps=6
     )
