@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from collectives.errors import CollectivesError
 from collectives.sharded import MixedPrecisionPolicy, fully_shard
@@ -76,6 +77,47 @@ def test_parameters_of_all_kinds(ranks, tmp_path):
     run_ranks(odd, ranks, str(tmp_path / "store"))
 
 
+class Returns(nn.Module):
+    """Returns its own parameters and views of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.scale = nn.Linear(12, 5), nn.Parameter(torch.ones(()) * 3)
+
+    def forward(self, x):
+        weight = self.linear.weight
+        return self.linear(x), self.scale, {"weight": weight, "rows": [weight[1:], weight.detach().t()]}
+
+
+def tensors_of(output):
+    y, scale, more = output
+    return [y, scale, more["weight"], *more["rows"]]
+
+
+@over_gloo
+def returned(ctx):
+    """What a forward returns of its parameters keeps its values past the reshard, and has gradients."""
+    x = batch(0, 0)[0]
+    for root in (True, False):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            plain, model = Returns(), fully_shard(Returns(), reshard_after_forward=True)
+            if not root:
+                model = fully_shard(nn.Sequential(model))
+            with mode():
+                theirs, ours = tensors_of(plain(x)), tensors_of(model(x))
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True)), (root, mode)
+            if mode is torch.enable_grad:
+                for tensors in (ours, theirs):
+                    sum(tensor.square().sum() for tensor in tensors if tensor.requires_grad).backward()
+                grads = [grad for grad in full_grads(model).values()]
+                assert all(torch.allclose(a, b.grad) for a, b in zip(grads, plain.parameters(), strict=True))
+
+
+def test_own_parameters_in_outputs(tmp_path):
+    run_ranks(returned, 2, str(tmp_path / "store"))
+
+
 # ---- Precision.
 
 
@@ -96,12 +138,14 @@ def in_bf16(ctx):
         assert all(param.dtype == param.grad.dtype == torch.float32 for param in model.parameters())
         # Ten steps of bf16 gradients: each within 2^-8 of its size, and the path diverges slowly.
         assert not differences(full(model), expected, rtol=0, atol=0.05)
-    with torch.autocast("cpu", torch.bfloat16):
-        model, plain = sharded(), make_model()
-        steps_of(model, RULES["sgd"](model.parameters()), 3, ctx.rank)
-        ddp = nn.parallel.DistributedDataParallel(plain)
-        steps_of(ddp, RULES["sgd"](ddp.parameters()), 3, ctx.rank)
-    assert not differences(full(model), full(plain), atol=0.02)
+    model, plain = sharded(), make_model()
+    ddp = nn.parallel.DistributedDataParallel(plain)
+    for each in (model, ddp):
+        optimizer = RULES["sgd"](each.parameters())
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                steps_of(each, optimizer, 1, ctx.rank, first=step)
+    assert not differences(full(model), full(plain), atol=0.003)
 
 
 def test_mixed_precision(tmp_path):
@@ -299,27 +343,12 @@ def changes(ctx):
             with torch.no_grad():
                 if not torch.allclose(model(x), plain(x), 1e-4, 1e-5):
                     found["stale", reshard, look.__name__] = ["old values"]
-    # Ranks that disagree on what is frozen: those without a gradient count as 0.
-    model = sharded(partly_frozen())
-    model[0].requires_grad_(ctx.rank == 0)
-    loss_of(model, ctx.rank).backward()
-    plain = make_model()
-    loss_of(plain, 0).backward()
-    if ctx.rank == 0:
-        found["one thaws"] = differences(
-            {"weight": model[0].weight.grad.full_tensor()}, {"weight": plain[0].weight.grad / ctx.size}
-        )
-    else:
-        model[0].weight.full_tensor()
     return found
 
 
 def test_changes_after_sharding(tmp_path):
     for found in run_ranks(changes, 2, str(tmp_path / "store")):
         assert found == dict.fromkeys(found, [])
-
-
-CONVERSIONS = {"bf16": torch.bfloat16, "double": torch.float64}
 
 
 @over_gloo
@@ -347,6 +376,43 @@ def conversions(ctx):
 
 def test_conversions(tmp_path):
     run_ranks(conversions, 2, str(tmp_path / "store"))
+
+
+def with_norm():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def average(model, averaged):
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        model(torch.randn(6, 5, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+
+
+@over_gloo
+def averages(ctx):
+    """An AveragedModel of the unsharded model, which is sharded alike."""
+    batches = [torch.randn(6, 5, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}):
+        plain = with_norm()
+        expected = AveragedModel(plain, **options)
+        model = with_norm()
+        averaged = AveragedModel(model, **options)
+        for each in (model, averaged.module):
+            fully_shard(each[0])
+            fully_shard(each)
+        average(plain, expected), average(model, averaged)
+        assert not differences(full_params(averaged), full_params(expected))
+        update_bn(batches, expected), update_bn(batches, averaged)
+        expected.eval(), averaged.eval()
+        assert torch.allclose(averaged(batches[0]), expected(batches[0]), atol=1e-6)
+
+
+def test_averages(tmp_path):
+    run_ranks(averages, 2, str(tmp_path / "store"))
 
 
 @over_gloo
