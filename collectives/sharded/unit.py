@@ -104,6 +104,7 @@ class Unit:
         self.prefetch_in_backward, self.prefetch_in_forward = True, False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.root = self.index  # of the outermost unit of the last forward
         # The backward in progress.
         self.backwards_left: int | None = None
         self.stays_gathered = False  # until a backward's end, since torch.func has transformed a forward
