@@ -21,9 +21,10 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.state import HookState
 from ..weak_tensors import WeakTensorDict
 from .hook_state import get_reducer
-from .managed_params import managed_parameters
+from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
+from .param import checksum
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .state import watch_state_dicts
 from .torch_wrappers import check_no_torch_wrapper, refuse_sharded_modules
@@ -86,9 +87,9 @@ def fully_shard(
 
     Raises:
         Mismatch: On all ranks where they don't shard the same parameters.
-        InvalidUsage: By name, for a weight that is tied to one of another unit, for a module of
-            which an outer one was sharded before, and for one under torch's own data parallelism.
-        InvalidArgument: For parameters that can't be sharded.
+        InvalidUsage: By name, for a weight that is tied to one of another unit, and for a module
+            under torch's own data parallelism.
+        InvalidArgument: For parameters that can't be sharded, as those of an outer unit.
     """
     if shard_placement_fn is not None:
         raise InvalidArgument(
@@ -154,6 +155,7 @@ def shard(
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     found = managed_parameters(root, ignored, stop=lambda module: isinstance(module, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         _check_not_sharded(param, names[0], kind, ranks.world.rank)
     reducer = get_reducer(hook_state, ranks)
     options = (("mp_policy", mp_policy), ("reshard_after_forward", reshard_after_forward), ("block", block))
@@ -182,9 +184,9 @@ def _check_not_sharded(param: nn.Parameter, name: str, kind: str, rank: int) -> 
     """Raise `InvalidUsage`, with both names, for a parameter that is of another unit already."""
     if param in _sharded_before:
         raise InvalidUsage(
-            f"{name} of this {kind} is tied to {_sharded_before[param]}, which was sharded before as a part of another "
-            "unit: tied weights must be of one unit; shard both modules together, as fully_shard([a, b]), or the "
-            "smallest module that holds both, and not the inner one, or leave it out by ignored_params",
+            f"{name} of this {kind} is tied to {_sharded_before.get(param)}, which was sharded before as a part of "
+            "another unit: tied weights must be of one unit; shard both modules together, as fully_shard([a, b]), or "
+            "the smallest module that holds both, and not the inner one, or leave it out by ignored_params",
             op="fully_shard", rank=rank,
         )  # fmt: skip
 
@@ -200,7 +202,7 @@ def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
         {"ranks that share it": ranks.comm.size, **options, **described},
         "build the same model on all ranks, and call fully_shard with the same arguments",
     )  # fmt: skip
-    sums = all_gather_object(ranks.world, sum(_checksum(param) for _, _, param in found))
+    sums = all_gather_object(ranks.world, sum(checksum(param) for _, _, param in found))
     if len(set(sums)) > 1:
         warnings.warn(
             f"the ranks' values of a {kind} with {found[0][0][0]} differ, and each rank's part is kept: seed all ranks "
@@ -208,18 +210,6 @@ def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _checksum(param: torch.Tensor) -> int:
-    """Return a number that is equal for equal values, and very probably only for these; 0 on the
-    meta device.
-    """
-    if param.is_meta or not param.numel():
-        return 0
-    octets = param.detach().reshape(-1).view(torch.uint8)
-    whole = octets.numel() // 4 * 4
-    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
-    return int(total) + int(octets[whole:].sum(dtype=torch.int64))
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from .mesh import Ranks
 from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
-__all__ = ["ParamGroup", "ShardedParam", "as_real"]
+__all__ = ["ParamGroup", "ShardedParam", "as_real", "checksum"]
 
 
 _UNSHARED = 2  # uses of an object, or a storage, that has one owner: the owner, and the question itself
@@ -367,3 +367,15 @@ class ParamGroup:
 def as_real(flat: torch.Tensor) -> torch.Tensor:
     """View a flat tensor's complex numbers as pairs of real ones."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def checksum(param: torch.Tensor) -> int:
+    """Return a number that is equal for equal values, and very probably only for these; 0 on the
+    meta device.
+    """
+    if param.is_meta or not param.numel():
+        return 0
+    octets = param.detach().reshape(-1).view(torch.uint8)
+    whole = octets.numel() // 4 * 4
+    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
+    return int(total) + int(octets[whole:].sum(dtype=torch.int64))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.communicator import Communicator
+from ..comm.tags import make_tag, tagged
 from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
 from ..torch_compat import current_graph_task_id, will_engine_execute
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler", "get_scheduler", "living"]
 
+_END_TAG = make_tag("the parameters that a backward has used")
 _schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
 
@@ -73,9 +75,11 @@ class Scheduler:
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
         self._units: list[weakref.ref[Unit]] = []
         self._depth = 0  # of nested forwards
+        self._root = 0  # the index of the outermost one's unit
         self._forward: dict[Unit, None] = {}  # units of the outermost forward in progress
         self._order: list[weakref.ref[Unit]] = []  # units of the last outermost forward
-        self._awaiting: dict[Unit, None] = {}  # units whose forward wants gradients and that no backward has reduced
+        # Units whose forward wants gradients and that no backward has reduced.
+        self._awaiting: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
         self._backward: weakref.ref[_Backward] | None = None
         self._in_backward: dict[Unit, None] = {}  # units that the backward in progress has gathered
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units with which the last backward began
@@ -138,6 +142,8 @@ class Scheduler:
             return
         if self._depth == 1:
             self._begin_pass(module)
+            self._root = unit.index
+        unit.root = self._root
         if unit.holds_copies and torch.is_grad_enabled():
             raise InvalidUsage(
                 f"{unit.name} holds copies of its parameters, whose gradients no rank would get: leave the block of "
@@ -180,7 +186,6 @@ class Scheduler:
         self._depth -= 1
         if self.is_recomputing:
             return
-        unit.check_not_written()
         wants_grad = torch.is_grad_enabled()
         if wants_grad and unit.requires_grad:
             self._awaiting[unit] = None
@@ -226,8 +231,7 @@ class Scheduler:
         self._expect_gradients(unit)
         if unit.unshard_in_backward:
             with self._resetting_steps():
-                unit.unshard(async_op=True)
-                unit.finish_gather()
+                unit.unshard()  # a checkpointed part of the unit reads its parameters
             if unit.versions != versions:
                 raise InvalidUsage(
                     f"parameters of {unit.name} were written to after the forward of this backward, as by an "
@@ -276,7 +280,7 @@ class Scheduler:
             self._abandon_backward()
         self._in_backward, self._has_resharded = {}, False
         callback = _Backward(self)
-        self._backward = weakref.ref(callback)
+        self._backward = weakref.ref(callback, self._leave_backward)
         self.step_count.begin_backward(self.comm)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -288,6 +292,11 @@ class Scheduler:
         except Mismatch:
             self.step_count.reset()
             raise
+
+    def _leave_backward(self, _reference) -> None:
+        """Have the modules hold their shards after an exception has left a backward."""
+        for unit in self._in_backward:
+            unit.to_sharded()
 
     def _finish(self, unit: Unit) -> None:
         """Reshard a unit that the backward needs no more, and reduce its gradients."""
@@ -310,12 +319,16 @@ class Scheduler:
         in_backward, self._in_backward = self._in_backward, {}
         for unit in in_backward:
             unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
+            unit.to_sharded()
         if not self.is_last_backward:
             return
+        roots = {unit.root for unit in in_backward}
         for unit in list(self._awaiting):
-            self._finish(unit)
+            if unit.root in roots:  # those of other models have a backward of their own, or none
+                self._finish(unit)
         for unit in in_backward:
-            unit.reshard() if unit.reshard_after_backward else unit.to_sharded()
+            if unit.reshard_after_backward:
+                unit.reshard()
         self.side.join()
         self.offload.wait()
         reduced, self._reduced = self._reduced, {}
@@ -338,7 +351,8 @@ class Scheduler:
             return
         used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8)
         if self.comm.size > 1:
-            self.comm.all_reduce(used, "max")
+            with tagged(_END_TAG, self.comm):
+                self.comm.all_reduce(used, "max")
         if used.all():
             return
         for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):

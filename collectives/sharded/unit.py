@@ -18,12 +18,14 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.step_count import count_steps, forget_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
-from .param import ParamGroup, ShardedParam
+from .param import ParamGroup, ShardedParam, checksum
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
 from .reduction import ReduceStages, reduce
 from .scheduler import get_scheduler
 
 __all__ = ["Unit"]
+
+_COMPARED_FORWARDS = 3
 
 
 class Unit:
@@ -102,6 +104,7 @@ class Unit:
         self.prefetch_in_backward, self.prefetch_in_forward = True, False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.root = self.index  # of the outermost unit of the last forward
         # The backward in progress.
         self.backwards_left: int | None = None
         self.stays_gathered = False  # until a backward's end, since torch.func has transformed a forward
@@ -110,6 +113,8 @@ class Unit:
         self._works: list | None = None  # of a gather in progress
         self._gathered_event = None
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
+        self._forwards = 0  # that have been compared by checksums
+        self._sums: list[int] = []  # of the full parameters, as they were gathered
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
         self.holds_copies = False  # of whole parameters, in a block of `state.unsharded_params`
@@ -269,6 +274,9 @@ class Unit:
                 param.register(param.full)
             self.is_registered = True
             self._full_versions = self._read_full()
+            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_running:
+                self._forwards += 1
+                self._sums = self._read_sums()
 
     def to_sharded(self) -> None:
         """Have the modules hold the shards, and keep the gathered buffers for the next `unshard`."""
@@ -332,16 +340,28 @@ class Unit:
         return [(param.full._version, param.full.data_ptr()) for param in self.params]
 
     def check_not_written(self) -> None:
-        """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter."""
-        if not self.frees_memory or not self.is_registered or self._full_versions == self._read_full():
+        """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter.
+
+        Autograd counts writes to a parameter. Those through ``.data``, which it doesn't count, are found
+        on the host in the first forwards, where checksums of the parameters are compared.
+        """
+        if not self.frees_memory or not self.is_registered:
             return
-        for param, before in zip(self.params, self._full_versions, strict=True):
-            if before != (param.full._version, param.full.data_ptr()):
-                raise InvalidUsage(
-                    f"the forward has written to {param.name} of {self.name}, and the reshard would lose it: leave out "
-                    "what does that (an Embedding's max_norm), write to a buffer, or give the parameter to "
-                    "ignored_params"
-                )
+        before, now = self._full_versions, self._read_full()
+        if before == now and self._sums:
+            before, now = self._sums, self._read_sums()
+        self._sums = []
+        if before == now:
+            return
+        written = next(param for param, old, new in zip(self.params, before, now, strict=True) if old != new)
+        raise InvalidUsage(
+            f"the forward has written to {written.name} of {self.name}, and the reshard would lose it: leave out what "
+            "does that (an Embedding's max_norm), write to a buffer, or give the parameter to ignored_params",
+            op="forward", rank=self.world.rank,
+        )  # fmt: skip
+
+    def _read_sums(self) -> list[int]:
+        return [checksum(param.full) for param in self.params]
 
     def gathered_storages(self) -> set[int]:
         """Return the addresses of the storages that a reshard empties."""
