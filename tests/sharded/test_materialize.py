@@ -132,7 +132,7 @@ def resets(ctx):
         torch.manual_seed(3)
         found[name, "materialize"] = differing(materialize(on_meta(make, "one")), initialised(make, reset_own))
     for name, init in INITS.items():
-        for rows, columns in ((12, 4), (7, 5), (3, 101)):  # the first one is cut between rows, the last one inside of a row
+        for rows, columns in ((12, 4), (7, 5), (3, 101)):  # the first one is cut between rows, the last one inside one
             make = functools.partial(nn.Linear, columns, rows, bias=False)
             if name == "orthogonal_" and rows < columns:  # torch transposes the random numbers in place
                 continue
