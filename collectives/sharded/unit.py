@@ -222,9 +222,13 @@ class Unit:
                 self.rehome()  # modules inside may have got memory since
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
-            comm = self.comm if self.neighbours is None else self.neighbours
+            comms = [self.comm]
+            if self.neighbours is not None:
+                comms.append(self.neighbours)
+                if self.versions != self.read_versions():
+                    self._free()  # parts of older values
             self.scheduler.note(self, "all_gather")
-            with self.scheduler.side.ordered_alone(), tagged(self.tag, comm):
+            with self.scheduler.side.ordered_alone(), tagged(self.tag, *comms):
                 works = [
                     group.all_gather(
                         custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
@@ -280,9 +284,12 @@ class Unit:
                     for group in self.groups:
                         group.write_back()
             self.to_sharded()
-            for group in self.groups:
-                group.free()
+            self._free()
             self.is_unsharded = False
+
+    def _free(self) -> None:
+        for group in self.groups:
+            group.free()
 
     def reshard_after_pass(self) -> None:
         """Reshard after a forward that a backward follows: keep this rank's part among its neighbours, if any."""
