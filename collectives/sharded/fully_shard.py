@@ -26,6 +26,7 @@ from .hook_state import get_reducer
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
+from .param import checksum
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .state import watch_state_dicts
 from .torch_wrappers import check_no_torch_wrapper, refuse_sharded_modules
@@ -221,7 +222,7 @@ def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
         {"ranks that share it": ranks.comm.size, **options, **described},
         "build the same model on all ranks, and call fully_shard with the same arguments",
     )  # fmt: skip
-    sums = all_gather_object(ranks.world, sum(_checksum(param) for _, _, param in found))
+    sums = all_gather_object(ranks.world, sum(checksum(param) for _, _, param in found))
     if len(set(sums)) > 1:
         warnings.warn(
             f"the ranks' values of a {kind} with {found[0][0][0]} differ, and each rank's part is kept: seed all ranks "
@@ -229,18 +230,6 @@ def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _checksum(param: torch.Tensor) -> int:
-    """Return a number that is equal for equal values, and very probably only for these; 0 on the
-    meta device.
-    """
-    if param.is_meta or not param.numel():
-        return 0
-    octets = param.detach().reshape(-1).view(torch.uint8)
-    whole = octets.numel() // 4 * 4
-    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
-    return int(total) + int(octets[whole:].sum(dtype=torch.int64))
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

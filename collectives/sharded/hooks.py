@@ -32,6 +32,8 @@ def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict):
         if torch.is_grad_enabled() and not (is_plain and _watch_outputs(unit, output)):
             _watch_parameters(unit)
         is_last = scheduler.is_recomputing or unit.leave(module)
+        if not scheduler.is_recomputing:
+            unit.check_not_written()
     except BaseException:
         scheduler.abort_forward()
         raise

@@ -21,7 +21,7 @@ from .mesh import Ranks
 from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
-__all__ = ["ParamGroup", "ShardedParam", "as_real"]
+__all__ = ["ParamGroup", "ShardedParam", "as_real", "checksum"]
 
 
 _UNSHARED = 2  # uses of an object, or a storage, that has one owner: the owner, and the question itself
@@ -198,17 +198,17 @@ class ParamGroup:
         if not self.shares_memory and not self.full.is_meta:
             self.full.untyped_storage().resize_(0)
 
-    def rehome(self) -> None:
-        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard."""
+    def rehome(self) -> bool:
+        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard.
+
+        Returns whether it could: not as long as they have several dtypes or devices.
+        """
         data = [param.local for param in self.params]
         kinds = {(local.dtype, local.device) for local in data}
         if all(local.untyped_storage()._cdata == self.shard.untyped_storage()._cdata for local in data):
-            return
+            return True
         if len(kinds) > 1:
-            if any(local.is_meta for local in data):
-                return  # it is allocated module by module
-            names = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
-            raise InvalidUsage(f"the parameters of one unit have several dtypes or devices now: {', '.join(names)}")
+            return False
         dtype, device = data[0].dtype, data[0].device
         wanted = "meta" if device.type == "meta" else self.store.type
         if device.type != wanted:
@@ -230,6 +230,7 @@ class ParamGroup:
                 view.copy_(local)
             param.sharded._local_tensor = view
         self._make_full([param.sharded for param in self.params])
+        return True
 
     @property
     def shares_memory(self) -> bool:
@@ -371,3 +372,15 @@ class ParamGroup:
 def as_real(flat: torch.Tensor) -> torch.Tensor:
     """View a flat tensor's complex numbers as pairs of real ones."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def checksum(param: torch.Tensor) -> int:
+    """Return a number that is equal for equal values, and very probably only for these; 0 on the
+    meta device.
+    """
+    if param.is_meta or not param.numel():
+        return 0
+    octets = param.detach().reshape(-1).view(torch.uint8)
+    whole = octets.numel() // 4 * 4
+    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
+    return int(total) + int(octets[whole:].sum(dtype=torch.int64))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.communicator import Communicator
+from ..comm.tags import make_tag, tagged
 from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
 from ..torch_compat import current_graph_task_id, will_engine_execute
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler", "get_scheduler", "living"]
 
+_END_TAG = make_tag("the parameters that a backward has used")
 _schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
 
@@ -184,7 +186,6 @@ class Scheduler:
         self._depth -= 1
         if self.is_recomputing:
             return
-        unit.check_not_written()
         wants_grad = torch.is_grad_enabled()
         if wants_grad and unit.requires_grad:
             self._awaiting[unit] = None
@@ -350,7 +351,8 @@ class Scheduler:
             return
         used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8)
         if self.comm.size > 1:
-            self.comm.all_reduce(used, "max")
+            with tagged(_END_TAG, self.comm):
+                self.comm.all_reduce(used, "max")
         if used.all():
             return
         for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):

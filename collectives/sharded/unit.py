@@ -18,12 +18,14 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.step_count import count_steps, forget_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
-from .param import ParamGroup, ShardedParam
+from .param import ParamGroup, ShardedParam, checksum
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
 from .reduction import ReduceStages, reduce
 from .scheduler import get_scheduler
 
 __all__ = ["Unit"]
+
+_COMPARED_FORWARDS = 3
 
 
 class Unit:
@@ -89,6 +91,7 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
+        self.is_converted = True
         self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
@@ -110,6 +113,8 @@ class Unit:
         self._works: list | None = None  # of a gather in progress
         self._gathered_event = None
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
+        self._forwards = 0  # that have been compared by checksums
+        self._sums: list[int] = []  # of the full parameters, as they were gathered
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
         self.holds_copies = False  # of whole parameters, in a block of `state.unsharded_params`
@@ -170,12 +175,21 @@ class Unit:
                 param.sharded = held
                 for other, name in param.places[1:]:
                     other._parameters[name] = held
-        if len(self.modules) > 1 and len({param.local.is_meta for param in self.params}) > 1:
-            return  # to_empty() goes from module to module: the others come next
-        for group in self.groups:
-            group.rehome()
-        self.versions = ()
-        self._count_steps()
+        self.is_converted = all([group.rehome() for group in self.groups])
+        if self.is_converted:  # else conversions of other modules follow
+            self.versions = ()
+            self._count_steps()
+
+    def _check_converted(self) -> None:
+        """Raise `InvalidUsage` where a conversion has left parameters with several dtypes or devices."""
+        if not self.is_converted or any(group.shard.is_meta for group in self.groups):
+            self.rehome()  # modules inside may have got memory since
+        if not self.is_converted:
+            kinds = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
+            raise InvalidUsage(
+                f"parameters of {self.name} have several dtypes or devices since a conversion, which all modules "
+                f"of the unit need: {', '.join(kinds)}"
+            )
 
     def _count_steps(self) -> None:
         """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
@@ -185,6 +199,7 @@ class Unit:
     def prepare_conversion(self) -> None:
         """Reshard, and let torch convert the sharded parameters; `rehome` comes after it."""
         self.reshard()
+        self.is_converted = False
         forget_steps(param.sharded for param in self.params)
 
     def sync_attributes(self) -> None:
@@ -218,8 +233,7 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
-            if any(group.shard.is_meta for group in self.groups):
-                self.rehome()  # modules inside may have got memory since
+            self._check_converted()
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             comms = [self.comm]
@@ -264,6 +278,9 @@ class Unit:
                 param.register(param.full)
             self.is_registered = True
             self._full_versions = self._read_full()
+            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_running:
+                self._forwards += 1
+                self._sums = self._read_sums()
 
     def to_sharded(self) -> None:
         """Have the modules hold the shards, and keep the gathered buffers for the next `unshard`."""
@@ -330,16 +347,28 @@ class Unit:
         return [(param.full._version, param.full.data_ptr()) for param in self.params]
 
     def check_not_written(self) -> None:
-        """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter."""
-        if not self.frees_memory or not self.is_registered or self._full_versions == self._read_full():
+        """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter.
+
+        Autograd counts writes to a parameter. Those through ``.data``, which it doesn't count, are found
+        on the host in the first forwards, where checksums of the parameters are compared.
+        """
+        if not self.frees_memory or not self.is_registered:
             return
-        for param, before in zip(self.params, self._full_versions, strict=True):
-            if before != (param.full._version, param.full.data_ptr()):
-                raise InvalidUsage(
-                    f"the forward has written to {param.name} of {self.name}, and the reshard would lose it: leave out "
-                    "what does that (an Embedding's max_norm), write to a buffer, or give the parameter to "
-                    "ignored_params"
-                )
+        before, now = self._full_versions, self._read_full()
+        if before == now and self._sums:
+            before, now = self._sums, self._read_sums()
+        self._sums = []
+        if before == now:
+            return
+        written = next(param for param, old, new in zip(self.params, before, now, strict=True) if old != new)
+        raise InvalidUsage(
+            f"the forward has written to {written.name} of {self.name}, and the reshard would lose it: leave out what "
+            "does that (an Embedding's max_norm), write to a buffer, or give the parameter to ignored_params",
+            op="forward", rank=self.world.rank,
+        )  # fmt: skip
+
+    def _read_sums(self) -> list[int]:
+        return [checksum(param.full) for param in self.params]
 
     def gathered_storages(self) -> set[int]:
         """Return the addresses of the storages that a reshard empties."""
