@@ -353,7 +353,7 @@ def test_changes_after_sharding(tmp_path):
 
 @over_gloo
 def parts_of_older_values(ctx):
-    """Neighbours keep parts after a forward without a backward: they aren't used after the parameters were written to."""
+    """Parts that neighbours keep after a forward aren't used once the parameters were written to."""
     model, plain = sharded(reshard_after_forward=2), make_model()
     x = batch(0, 0)[0]
     for _ in range(2):
