@@ -101,7 +101,9 @@ def memory_plan(
             "adamw" (those of `collectives.optim`), or None.
         strategy: A `ShardingStrategy` or its name. None: FULL_SHARD.
         units: A wrap policy, or the submodules that are units besides the module itself.
-        mp_policy, reshard_after_forward, ignored_params: As in `fully_shard`.
+        mp_policy: As in `fully_shard`.
+        reshard_after_forward: As in `fully_shard`.
+        ignored_params: As in `fully_shard`.
         replicas: With a hybrid strategy, how many ranks have the same shard.
         accumulate: Several backwards a step, whose full gradients are kept until the last one.
         master_weights: As in the optimizers of `collectives.optim`.

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
+from .clip import clip_grad_norm_
 from .hooks import run_forward
 from .managed_params import units_in
 from .state import load_into_shards
@@ -208,8 +209,7 @@ class ShardedModule(nn.Module):
                 "the HookState's optimizer has used the gradients in the backward: give the HookState max_norm",
                 op="clip_grad_norm_",
             )
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the shards' gradients, and drop full ones that wait for a backward that reduces."""

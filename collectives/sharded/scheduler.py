@@ -349,7 +349,7 @@ class Scheduler:
         """
         if not reduced or self.comm.device.type != "cpu":
             return
-        used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8)
+        used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8, device="cpu")
         if self.comm.size > 1:
             with tagged(_END_TAG, self.comm):
                 self.comm.all_reduce(used, "max")

@@ -525,7 +525,9 @@ def get_optimizer_state_dict(
 
     Args:
         full_state_dict: Whole tensors: a collective, which blocks.
-        cpu_offload, rank0_only, options: As of `get_model_state_dict`.
+        cpu_offload: As of `get_model_state_dict`.
+        rank0_only: As of `get_model_state_dict`.
+        options: As of `get_model_state_dict`.
 
     Raises:
         InvalidUsage: A parameter isn't the model's.
