@@ -278,7 +278,8 @@ class Unit:
                 param.register(param.full)
             self.is_registered = True
             self._full_versions = self._read_full()
-            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_running:
+            self._sums = []
+            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_in_forward:
                 self._forwards += 1
                 self._sums = self._read_sums()
 

@@ -390,8 +390,9 @@ def conversions(ctx):
     model = sharded()
     model.float(), model.to("cpu")  # what changes nothing
     loss_of(model, ctx.rank).backward()
+    model[0]._apply(lambda tensor: tensor.double() if tensor.dim() > 1 else tensor)
     with pytest.raises(CollectivesError, match="several dtypes"):
-        model[0]._apply(lambda tensor: tensor.double() if tensor.dim() > 1 else tensor)
+        loss_of(model, ctx.rank)
 
 
 def test_conversions(tmp_path):
