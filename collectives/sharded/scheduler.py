@@ -204,6 +204,8 @@ class Scheduler:
         unit.reshard_after_pass() if wants_grad else unit.reshard()
 
     def _end_pass(self, root: Unit, wants_grad: bool) -> None:
+        if not wants_grad:  # no backward waits
+            self.offload.wait()
         forward, self._forward = self._forward, {}
         if wants_grad:
             self._order = list(map(weakref.ref, forward))

@@ -236,13 +236,15 @@ class Unit:
             self._check_converted()
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
-            comms = [self.comm]
+            side, comms = self.scheduler.side, [self.comm]
+            order = side.ordered_alone
             if self.neighbours is not None:
                 comms.append(self.neighbours)
+                order = side.after_current  # which has copied the kept parts
                 if self.versions != self.read_versions():
                     self._free()  # parts of older values
             self.scheduler.note(self, "all_gather")
-            with self.scheduler.side.ordered_alone(), tagged(self.tag, *comms):
+            with order(), tagged(self.tag, *comms):
                 works = [
                     group.all_gather(
                         custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
@@ -252,6 +254,8 @@ class Unit:
                 ]  # fmt: skip
                 self._works = [work for work in works if work is not None]
             self._gathered_event = self.scheduler.side.record_event()
+            if any(group.store != self.device for group in self.groups):
+                self.scheduler.offload.note_reads()
         if not async_op:
             self.wait_for_unshard()
 
