@@ -93,7 +93,7 @@ def neighbours(ctx):
 
 
 def test_neighbours_and_replicas(tmp_path):
-    compare(neighbours, tmp_path, ranks=4)
+    compare(neighbours, tmp_path, ranks=4, same=nearly)  # a GPU sums over shards and then over replicas
 
 
 @over_gloo
