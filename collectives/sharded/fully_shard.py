@@ -7,12 +7,14 @@ Nothing is wrapped, and no name changes.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..arrays import kind_of
 from ..comm.agree import all_gather_object, verify_same
@@ -149,6 +151,7 @@ def shard(
         raise InvalidArgument(f"ignored_params must be parameters, not {kind_of(ignored_params)}", op="fully_shard")
     ignored = list(ignored_params)
     refuse_sharded_modules()
+    _watch_optimizers()
     kind = type(modules[0]).__name__ if len(modules) == 1 else f"[{', '.join(type(each).__name__ for each in modules)}]"
     for module in modules:
         check_no_torch_wrapper(module, ignored, "fully_shard")
@@ -178,6 +181,23 @@ def shard(
         object.__setattr__(module, "_unit", unit)
         _move_buffers(module, unit.device)
     return unit
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let optimizers of parameters that were sharded later raise at their next step."""
+    register_optimizer_step_pre_hook(_refuse_old_parameters)
+
+
+def _refuse_old_parameters(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    for group in optimizer.param_groups:
+        first = next(iter(group["params"]), None)
+        if first in _sharded_before:
+            raise InvalidUsage(
+                f"the optimizer has {_sharded_before.get(first)}, which was sharded after the optimizer was made, and "
+                "would train nothing: make the optimizer after fully_shard, of model.parameters()",
+                op=f"{type(optimizer).__name__}.step",
+            )
 
 
 def _check_not_sharded(param: nn.Parameter, name: str, kind: str, rank: int) -> None:

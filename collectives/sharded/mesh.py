@@ -16,6 +16,7 @@ from ..comm import all_gather_object
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument
 from ..rendezvous.process_groups import find_group_backend, get_communicator, get_default_group
+from .managed_params import units_in
 
 __all__ = ["Ranks", "Shape", "resolve_mesh"]
 
@@ -196,10 +197,13 @@ def _split(world: Communicator, color: int, key: int) -> Communicator:
 
 
 def _find_device(module: nn.Module, kind: str | None) -> torch.device:
-    """Return the device of a module's parameters; for parameters on the meta device, a GPU if there is one."""
-    for param in module.parameters():
-        if param.device.type != "meta" and kind in (None, param.device.type):
-            return param.device
+    """Return the device of the units inside, whose shards may be elsewhere, or of a module's parameters; for parameters
+    on the meta device, a GPU if there is one.
+    """
+    devices = [each.device for each in (*units_in(module), *module.parameters())]
+    for device in devices:
+        if device.type != "meta" and kind in (None, device.type):
+            return device
     if kind == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument('mesh is of GPUs, and this torch sees none: make a mesh of "cpu"', op="fully_shard")
     if kind == "cuda" or (kind is None and torch.cuda.is_available()):

@@ -283,6 +283,7 @@ class ShardedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
         self._unit.scheduler.step_count.reset()  # all ranks have the same parameters again
+        self._unit.scheduler.offload.wait()
         load_into_shards(self, self._unit, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 

@@ -13,7 +13,7 @@ _CAPTURED = "with CPU offload the optimizer steps on the host, which waits for t
 
 
 class GradientOffload:
-    """Copies of reduced gradients to the host, on the side stream, until `wait`."""
+    """Copies of reduced gradients to the host, and of shards from it, on the side stream, until `wait`."""
 
     def __init__(self, side: SideStream):
         self._side = side
@@ -32,6 +32,10 @@ class GradientOffload:
         if any(param.sharded.grad is not None for param in group.params):
             self.wait()
         return host
+
+    def note_reads(self) -> None:
+        """Note that gathers read shards on the host, which nobody may write to before `wait`."""
+        self._event = self._side.record_event()
 
     def wait(self) -> None:
         """Wait on the host for all copies. With offloading this is the only wait of the host in a step."""

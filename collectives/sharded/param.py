@@ -136,7 +136,7 @@ class ParamGroup:
         self.part = self.layout.part
         self.numel = self.part * self.size
         self._block: Block | None = None
-        self._post_forward: torch.Tensor | None = None
+        self._kept: Block | None = None  # this rank's part among its neighbours
         self._grads: torch.Tensor | None = None  # flat, of the last reduction
         self._grad_views: list[RaggedTensor] = []  # of it, the gradients
         self._place(originals, rows)
@@ -261,9 +261,8 @@ class ParamGroup:
                 "reset_parameters() or load_state_dict() values"
             )
         self._block = self.arena.fill(self.full.untyped_storage(), self.numel * self.gather_dtype.itemsize)
-        if neighbours is not None and self._post_forward is not None:
-            kept, self._post_forward = self._post_forward, None
-            return neighbours.all_gather(self.full, kept, async_op=async_op)
+        if neighbours is not None and self._kept is not None:
+            return neighbours.all_gather(self.full, self._view_kept(self._kept, neighbours), async_op=async_op)
         comm = self.ranks.comm
         self._wire = wire if wire is not None and wire.saves(self.gather_dtype) else None
         if self._wire is not None:
@@ -281,21 +280,27 @@ class ParamGroup:
         return comm.all_gather(self.full, send, async_op=async_op)
 
     def free(self) -> None:
-        """Give the gathered buffer's memory back to the arena."""
-        self._post_forward = None
+        """Give the gathered buffer's memory, and a part that is kept, back to the arena."""
+        if self._kept is not None:
+            self.arena.give(self._kept)
+            self._kept = None
         if self._block is not None:
             self.arena.drain(self.full.untyped_storage(), self._block)
             self._block = None
 
     def keep_post_forward(self, neighbours) -> None:
         """Free the gathered buffer, but keep this rank's part among its neighbours for the backward."""
-        kept = None
+        block = None
         if not self.shares_memory:
-            count = self.numel // neighbours.size
-            kept = neighbours.empty(count, dtype=self.gather_dtype)
-            kept.copy_(self.full[neighbours.rank * count :][:count])
+            block = self.arena.take(self.numel * self.gather_dtype.itemsize // neighbours.size)
+            part = self._view_kept(block, neighbours)
+            part.copy_(self.full[neighbours.rank * part.numel() :][: part.numel()])
         self.free()
-        self._post_forward = kept
+        self._kept = block
+
+    def _view_kept(self, block: Block, neighbours) -> torch.Tensor:
+        nbytes = self.numel * self.gather_dtype.itemsize // neighbours.size
+        return block.memory[:nbytes].view(self.gather_dtype)
 
     def write_back(self) -> None:
         """Copy to the shard what was written to the full parameters; elements that are the shard's,

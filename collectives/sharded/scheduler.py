@@ -115,9 +115,13 @@ class Scheduler:
         return f"unit {index}" if unit is None else f"unit {index}, {unit.name}"
 
     @property
+    def is_in_forward(self) -> bool:
+        return self._depth > 0
+
+    @property
     def is_running(self) -> bool:
         """Whether a forward or backward is in progress."""
-        return self._depth > 0 or self._is_in_backward
+        return self.is_in_forward or self._is_in_backward
 
     @property
     def _is_in_backward(self) -> bool:
@@ -200,6 +204,8 @@ class Scheduler:
         unit.reshard_after_pass() if wants_grad else unit.reshard()
 
     def _end_pass(self, root: Unit, wants_grad: bool) -> None:
+        if not wants_grad:  # no backward waits
+            self.offload.wait()
         forward, self._forward = self._forward, {}
         if wants_grad:
             self._order = list(map(weakref.ref, forward))

@@ -236,9 +236,15 @@ class Unit:
             self._check_converted()
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
-            comm = self.comm if self.neighbours is None else self.neighbours
+            side, comms = self.scheduler.side, [self.comm]
+            order = side.ordered_alone
+            if self.neighbours is not None:
+                comms.append(self.neighbours)
+                order = side.after_current  # which has copied the kept parts
+                if self.versions != self.read_versions():
+                    self._free()  # parts of older values
             self.scheduler.note(self, "all_gather")
-            with self.scheduler.side.ordered_alone(), tagged(self.tag, comm):
+            with order(), tagged(self.tag, *comms):
                 works = [
                     group.all_gather(
                         custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
@@ -248,6 +254,8 @@ class Unit:
                 ]  # fmt: skip
                 self._works = [work for work in works if work is not None]
             self._gathered_event = self.scheduler.side.record_event()
+            if any(group.store != self.device for group in self.groups):
+                self.scheduler.offload.note_reads()
         if not async_op:
             self.wait_for_unshard()
 
@@ -274,7 +282,8 @@ class Unit:
                 param.register(param.full)
             self.is_registered = True
             self._full_versions = self._read_full()
-            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_running:
+            self._sums = []
+            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_in_forward:
                 self._forwards += 1
                 self._sums = self._read_sums()
 
@@ -297,9 +306,12 @@ class Unit:
                     for group in self.groups:
                         group.write_back()
             self.to_sharded()
-            for group in self.groups:
-                group.free()
+            self._free()
             self.is_unsharded = False
+
+    def _free(self) -> None:
+        for group in self.groups:
+            group.free()
 
     def reshard_after_pass(self) -> None:
         """Reshard after a forward that a backward follows: keep this rank's part among its neighbours, if any."""

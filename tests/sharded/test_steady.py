@@ -101,7 +101,7 @@ def two_models(ctx):
 
 def test_a_backward_reduces_the_units_of_its_own_model():
     for (first, *later), is_freed in run_ranks(two_models, 2):
-        assert later == [first - 2, first - 2] and is_freed  # the second backward begins with what is gathered
+        assert later == [first - 1, first - 1] and is_freed  # later backwards begin with a unit that is gathered
 
 
 # ---- Memory.

@@ -93,7 +93,7 @@ def neighbours(ctx):
 
 
 def test_neighbours_and_replicas(tmp_path):
-    compare(neighbours, tmp_path, ranks=4)
+    compare(neighbours, tmp_path, ranks=4, same=nearly)  # a GPU sums over shards and then over replicas
 
 
 @over_gloo
@@ -101,7 +101,7 @@ def in_bf16(ctx):
     found = []
     for policy in (
         MixedPrecisionPolicy(torch.bfloat16),
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     ):
         model = units_of(make_model().to(ctx.device), mp_policy=policy)
         found += train(ctx, model, sgd(model))
@@ -193,14 +193,14 @@ def test_two_streams(tmp_path):
 def after_exceptions(ctx):
     """All ranks raise in a forward, and in a backward; then training goes on."""
     model = units_of(make_model().to(ctx.device))
+    optimizer = sgd(model)
     for register in (model[2].register_forward_hook, model[2].register_full_backward_hook):
         handle = register(lambda *_: 1 / 0)
         x, y = batches_on(ctx, 1)[0]
         with contextlib.suppress(ZeroDivisionError):
             loss_of(model, x, y).backward()
         handle.remove()
-        model.zero_grad()
-    return train(ctx, model, sgd(model))
+    return train(ctx, model, optimizer)
 
 
 def test_exceptions(tmp_path):
