@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import functools
 import queue
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,25 +18,21 @@ from ..rendezvous.control import open_control
 from ..sharded.checkpointer import Checkpointer
 from ..sharded.managed_params import units_in
 from ..sharded.state import (
-    clean_name, get_model_state_dict, inner_module, local_optimizer_state, optimizer_state, optimizers_of,
+    clean_name,
+    get_model_state_dict,
+    inner_module,
+    local_optimizer_state,
+    optimizer_state,
+    optimizers_of,
     set_model_state_dict,
-)  # fmt: skip
+)
 from ..torch_compat import tree_map_only
-from .replicas import Entry, Held, Key, PieceReader, Refresh, Version, find_keepers, find_whole
+from .replicas import Entry, Key, PieceReader, Version, find_keepers, find_whole, refresh
 from .state import TorchState
 
 __all__ = ["ShardedState"]
 
 _OP = "elastic.ShardedState"
-
-
-class _Selected(NamedTuple):
-    """The version that all ranks go on from: which rank provides each piece, the model's state, and the objects'."""
-
-    key: Key
-    providers: list[int]
-    head: bytes
-    objects: dict[str, Any]
 
 
 class ShardedState(TorchState):
@@ -47,15 +44,14 @@ class ShardedState(TorchState):
     on the newest version of which every shard is there, and `attach` loads it, resharded to the ranks that are left, or
     that have joined: no file is read, and the bits are those of a checkpoint of that version that as many ranks load.
 
-    Memory: each rank keeps two versions of its shards and of those that it keeps for others, so ``2 * (1 + replicas)``
-    times its shards of parameters and optimizer state, on the host, page-locked for shards on a GPU.
+    Memory: ``2 * (1 + replicas)`` times a rank's shards of parameters and optimizer state, on the host, page-locked for
+    shards on a GPU.
 
     Args:
         every: The number of commits from one version to the next; so many are done again at most.
         replicas: The number of other ranks on which each shard is kept, at most on all of them.
         checkpointer: A `collectives.sharded.Checkpointer`, whose newest whole checkpoint an error names.
-        **kwargs: Samplers, plain attributes and objects with a state dict, as in `TorchState`; no models and no
-            optimizers.
+        **kwargs: As in `TorchState`, but models and optimizers.
     """
 
     def __init__(self, *, every: int = 1, replicas: int = 1, checkpointer: Checkpointer | None = None, **kwargs):
@@ -71,29 +67,17 @@ class ShardedState(TorchState):
             delattr(self, name)
         self._every, self._replicas, self._checkpointer = every, replicas, checkpointer
         self._versions = (Version(), Version())
-        self._whole: Key | None = None  # the newest version that is known to be whole; never overwritten
-        self._whole_size = 0  # ranks that it is of
         self._newest: Version | None = None
+        self._whole: Key | None = None  # of the newest version that is known to be whole, which is never overwritten
         self._first: tuple | None = None  # record of the beginning
-        self._number = 0  # of the last commit
-        self._generation = 0
-        self._selected: _Selected | None = None
+        self._number = self._generation = 0  # of the last commit
         self._agreed = self._callbacks_due = False
+        self._selected: tuple | None = None  # what `attach` is to load: key, providers of pieces, state, objects
         self._attached: tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]] | None = None
         self._comm = None
         self._keepers: list[list[int]] = []
-        self._refresh: Refresh | None = None
-        self._bytes_sent = 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory in which this rank keeps its own shards and others'."""
-        return sum(buffer.numel() for version in self._versions for buffer in version.buffers)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to the ranks that keep its shards, in refreshes that are done."""
-        return self._bytes_sent
+        self._thread = ThreadPoolExecutor(1, "collectives shards")
+        self._refresh: Future | None = None
 
     # ---- Model and optimizers.
 
@@ -118,53 +102,54 @@ class ShardedState(TorchState):
         comm, over = self.channel.comm, [unit.comm for unit in units_in(model)]
         if not over:
             raise InvalidUsage("nothing in this model is sharded: take a TorchState", op=_OP, rank=comm.rank)
-        for each in over:
-            if (each.rank, each.size) != (comm.rank, comm.size):
-                raise InvalidUsage(
-                    f"the model is sharded over {each.size} ranks, and the job has {comm.size}: make it in the function "
-                    "that run calls, over elastic.communicator()",
-                    op=_OP, rank=comm.rank,
-                )  # fmt: skip
+        other = next((each for each in over if (each.rank, each.size) != (comm.rank, comm.size)), None)
+        if other is not None:
+            raise InvalidUsage(
+                f"the model is sharded over {other.size} ranks, and the job has {comm.size}: make it in the function "
+                "that run calls, over elastic.communicator()",
+                op=_OP, rank=comm.rank,
+            )  # fmt: skip
         if not self._agreed:
-            self._agree()
+            self.sync()
         self._stop()
         self._comm = open_control(comm)
         self._keepers = find_keepers(comm.size, comm.machines or (range(comm.size),), self._replicas)
         selected, self._selected = self._selected, None
         if selected is not None:
-            self._load(selected, model, optimizers)
-            for name in objects.keys() & selected.objects.keys():
-                objects[name].load_state_dict(selected.objects[name])
+            *version, states = selected
+            self._load(*version, model, optimizers)
+            for name in objects.keys() & states.keys():
+                objects[name].load_state_dict(states[name])
         self._attached = model, optimizers, objects
         if selected is not None:
             self._take(self._number)
-            self._begin_refresh()
 
-    def _load(self, selected: _Selected, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _load(self, key: Key, providers: list[int], state: dict, model: nn.Module, optimizers: list) -> None:
+        own = get_model_state_dict(model)
+        theirs, ours = ({name: getattr(value, "shape", None) for name, value in each.items()}
+                        for each in (state["model"], own))  # fmt: skip
+        for name in theirs.keys() | ours.keys():
+            if (name in theirs, theirs.get(name)) != (name in ours, ours.get(name)):
+                raise InvalidArgument(f"commit {key[0]} is of another model: {name} is {theirs.get(name)} there, and "
+                                      f"{ours.get(name)} in the model", op=_OP, rank=self.channel.rank)  # fmt: skip
         pieces = {}
         for version in self._versions:
-            if version.key == selected.key:
+            if version.key == key:
                 version.wait()
-                pieces = dict(zip(version.owners, version.buffers, strict=False))
-        reader, state = PieceReader(self._comm, selected.providers, pieces), pickle.loads(selected.head)
-        own = get_model_state_dict(model)
-        for name in own.keys() | state["model"].keys():
-            shapes = [getattr(values.get(name), "shape", None) for values in (state["model"], own)]
-            if shapes[0] != shapes[1]:
-                raise InvalidArgument(f"commit {selected.key.number} is of another model: {name} is {shapes[0]} there, "
-                                      f"and {shapes[1]} in the model", op=_OP, rank=self.channel.rank)  # fmt: skip
-        loaded = {
-            name: tree_map_only(Entry, lambda entry, name=name: reader.read(entry, own[name]), value)
-            for name, value in state["model"].items()
-        }
+                pieces = dict(zip(version.owners, version.buffers, strict=True))
+        read = PieceReader(self._comm or self.channel.comm, providers, pieces).read
+
+        def read_all(value, like: torch.Tensor | None = None):
+            return tree_map_only(Entry, functools.partial(read, like=like), value)
+
+        loaded = {name: read_all(value, own[name]) for name, value in state["model"].items()}
         params = {clean_name(name): param for name, param in inner_module(model).named_parameters()}
-        for name, entries in state["optimizer"]["state"].items():
-            shard = params.get(name)
-            state["optimizer"]["state"][name] = tree_map_only(
-                Entry, lambda entry, shard=shard: reader.read(entry, shard if entry.bounds else None), entries
-            )
-        state["optimizer"]["param_groups"] = tree_map_only(Entry, reader.read, state["optimizer"]["param_groups"])
-        loads = [local_optimizer_state(model, optimizer, state["optimizer"]) for optimizer in optimizers]
+        state = state["optimizer"]
+        state = {
+            "state": {name: read_all(entries, params.get(name)) for name, entries in state["state"].items()},
+            "param_groups": read_all(state["param_groups"]),
+        }
+        loads = [local_optimizer_state(model, optimizer, state) for optimizer in optimizers]
         set_model_state_dict(model, loaded)
         for optimizer, local in zip(optimizers, loads, strict=True):
             optimizer.load_state_dict(local)
@@ -190,48 +175,43 @@ class ShardedState(TorchState):
             self.wait()
             self.channel.maximum([0.0])
         if interrupt is not None or due:
-            self._whole, self._whole_size = self._newest and self._newest.key, self.channel.size
+            self._whole = self._newest and self._newest.key
             self.save()
             self._take(number)
             self._commits += 1
-            self._begin_refresh()
         self._number = number
         if interrupt is not None:
             self.wait()  # with more ranks the first refresh replaces the version before
             raise interrupt
 
     def _take(self, number: int) -> None:
-        """Copy this rank's shards as a version, in place of the one that isn't needed any more."""
-        model, optimizers, objects = self._attached
-        version = next(each for each in self._versions if each.key is None or each.key != self._whole)
-        state = {"model": get_model_state_dict(model), "optimizer": optimizer_state(model, optimizers)}
-        version.take(
-            Key(number, self._generation), self.channel.rank, self.channel.size, state, self._make_record(objects),
-            pinned=units_in(model)[0].device.type == "cuda",
+        """Copy this rank's shards as a version, in place of the one that isn't needed any more; begin to send them."""
+        (model, optimizers, objects), rank = self._attached, self.channel.rank
+        self._newest = next(each for each in self._versions if each.key is None or each.key != self._whole)
+        self._newest.take(
+            (number, self._generation, self.channel.size),
+            {"model": get_model_state_dict(model), "optimizer": optimizer_state(model, optimizers)},
+            self._make_record(objects), [rank, *(keeper.index(rank) for keeper in self._keepers)],
+            on_gpu=units_in(model)[0].device.type == "cuda",
         )  # fmt: skip
-        self._newest = version
-
-    def _begin_refresh(self) -> None:
         if self._comm is not None:
-            self._refresh = Refresh(self._comm, self._newest, self._keepers)
-            self._refresh.start()
+            self._refresh = self._thread.submit(refresh, self._comm, self._newest, self._keepers)
 
     def wait(self) -> None:
         """Wait until this rank's shards of the last version are sent, and those that it keeps are here.
 
         A commit waits by itself. Raises `RemoteError` where a rank has died.
         """
-        refresh, self._refresh = self._refresh, None
-        if refresh is not None:
-            refresh.wait()
-            self._bytes_sent += refresh.sent
+        refreshed, self._refresh = self._refresh, None
+        if refreshed is not None:
+            refreshed.result()
 
     def _stop(self) -> None:
         """End a refresh that is under way, and its communicator."""
         if self._comm is not None and not self._comm.closed:
             self._comm.abort()
         if self._refresh is not None:
-            self._refresh.join()  # what has failed in it is of no more concern
+            wait([self._refresh])  # what has failed in it is of no more concern
         self._comm = self._refresh = self._attached = None
 
     # ---- Recovery.
@@ -254,20 +234,18 @@ class ShardedState(TorchState):
 
         Raises `MissingShards` on all ranks where no version has all of its shards any more.
         """
-        self._agree()
-
-    def _agree(self) -> None:
         held = [piece for version in self._versions for piece in version.list_held()]
-        rows = all_gather_object(self.channel.comm, [self._generation, self._whole, self._whole_size, held])
-        key, providers, missing = find_whole([[Held(*piece) for piece in row[3]] for row in rows])
-        known = {Key(*whole): size for _, whole, size, _ in rows if whole is not None}
-        if key is None and known:  # a rank that has joined may know of a version of which it has nothing yet
-            self._raise_missing({each: list(range(size)) for each, size in known.items()} | missing)
+        if self._whole is not None:  # a rank that has joined may know of a version of which it has nothing yet
+            held.append((self._whole, None))
+        rows = all_gather_object(self.channel.comm, [self._generation, self._whole is not None, held])
+        key, providers, missing = find_whole([row[2] for row in rows])
+        if key is None and any(row[1] for row in rows):
+            self._raise_missing(missing)
         self._generation = 1 + max(row[0] for row in rows)
-        # Rank 0 has the most commits, and so each version that is whole. With none the training begins again.
+        # Rank 0 has the most commits, and so each version that is whole. Without one the training begins again.
         version = next((each for each in self._versions if each.key is not None and each.key == key), None)
-        own = (self._first, b"") if version is None else (version.record, version.head)
-        record, head = self.channel.broadcast_object(own)
+        own = (self._first, None) if version is None else (version.record, version.state)
+        record, state = self.channel.broadcast_object(own)
         if record is not None:
             self._saved_state, saved, _ = record
             for name, handler in self._handlers.items():
@@ -280,9 +258,8 @@ class ShardedState(TorchState):
         if key is None:
             self._number, self._selected, self._first = 0, None, self._make_record({})
         else:
-            self._number, self._selected = key.number, _Selected(key, providers, head, record[2])
-        self._whole, self._whole_size, self._newest = key, len(providers), version
-        self._agreed = True
+            self._number, self._selected = key[0], (key, providers, state, record[2])
+        self._whole, self._newest, self._agreed = key, version, True
 
     def _make_record(self, objects: dict[str, Any]) -> tuple:
         """Return what was saved last, which nobody changes, and the state dicts of other objects."""
@@ -290,18 +267,16 @@ class ShardedState(TorchState):
         return self._saved_state, saved, {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()}
 
     def _raise_missing(self, missing: dict[Key, list[int]]) -> None:
-        newest, checkpointer = max(missing), self._checkpointer
-        text = None
+        key, text = max(missing), None
         if self.channel.rank == 0:
-            path = None if checkpointer is None else checkpointer.latest()
-            text = "there is no Checkpointer" if checkpointer is None else "no checkpoint is whole"
-            text = text if path is None else f"the newest whole checkpoint is {path}"
+            path = None if self._checkpointer is None else self._checkpointer.latest()
+            text = "there is no whole checkpoint" if path is None else f"the newest whole checkpoint is {path}"
         try:
             text = self.channel.broadcast_object(text)
         except CollectivesError:  # a rank that had this error first has ended the communicator
             text = text or "rank 0's error names the newest whole checkpoint"
         raise MissingShards(
-            f"of commit {newest.number} the shards of {format_ranks(missing[newest])} are on no rank that is left, and "
-            f"no version before it is whole: with more replicas more ranks can die at once; {text}",
-            op=_OP, rank=self.channel.rank, peers=missing[newest],
+            f"of commit {key[0]} the shards of {format_ranks(missing[key])} are on no rank that is left, and no "
+            f"version before it is whole: with more replicas more ranks can die at once; {text}",
+            op=_OP, rank=self.channel.rank, peers=missing[key],
         )  # fmt: skip

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 import collectives
 from collectives import elastic
 from collectives.elastic import sharded_state
-from collectives.elastic.replicas import Refresh
+from collectives.elastic.replicas import refresh
 from collectives.rendezvous import world
 from collectives.sharded import Checkpointer, fully_shard, get_model_state_dict, load, save
 from collectives.sharded import get_optimizer_state_dict as optimizer_state
@@ -37,10 +37,9 @@ JOIN, WHOLE = int(os.environ.get("JOIN", "0")), "WHOLE" in os.environ
 DTYPE = getattr(torch, os.environ.get("DTYPE", "float32"))
 
 
-class FaultyRefresh(Refresh):
-    def run(self) -> None:
-        pass_point("refresh")
-        super().run()
+def faulty_refresh(*args) -> None:
+    pass_point("refresh")
+    refresh(*args)
 
 
 class State(elastic.ShardedState):
@@ -199,7 +198,7 @@ def main() -> None:
         starts.append((comm.size, state.commits))
         return train_from(state, model, optimizer, scheduler, *data, checkpointer=checkpointer)
 
-    sharded_state.Refresh = FaultyRefresh
+    sharded_state.refresh = faulty_refresh
     pass_point("start")
     collectives.init()
     pass_point("init")
