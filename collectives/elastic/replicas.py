@@ -58,28 +58,27 @@ def _entry_of(tensor: torch.Tensor) -> Entry:
     return Entry(tensor.dtype, tensor.shape)
 
 
+@dataclasses.dataclass(eq=False)
 class Version:
     """What a rank has in memory of one version: its own piece, and those that it keeps for others.
 
     A piece is one buffer with the bytes of a rank's shards, in the order of the state. Rank 0's also has the tensors
-    that aren't sharded. `key`: None where this rank's piece isn't whole; `owners`: the ranks of the pieces, `buffers`,
-    this rank first; `complete`: how many of them are whole; `state`: with an `Entry` for each tensor.
+    that aren't sharded. `state`: with an `Entry` for each tensor; `record`: what is kept with it; `owners`: the ranks
+    of the pieces, `buffers`, this rank first; `complete`: how many of them are whole.
     """
 
-    def __init__(self):
-        self.key: Key | None = None
-        self.state = self.record = None
-        self.owners: list[int] = []
-        self.buffers: list[torch.Tensor] = []
-        self.complete = 0
-        self._copied: torch.cuda.Event | None = None
+    key: Key | None = None  # None: not even this rank's piece is whole
+    state: Any = None
+    record: Any = None
+    owners: list[int] = dataclasses.field(default_factory=list)
+    buffers: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    complete: int = 0
 
     @torch.no_grad()
     def take(self, key: Key, state: Any, record: Any, owners: list[int], *, on_gpu: bool) -> None:
         """Copy this rank's part of a state in place of what is here; `refresh` receives the other owners' pieces.
 
-        Blocks for tensors on the host. Those on a GPU are copied to page-locked memory, in the order of the current
-        stream: call `wait` before the piece is read. `record`: what is kept with it.
+        Blocks. What is on a GPU is copied to page-locked memory.
         """
         self.key, self.complete = None, 0
         parts: list[tuple[Entry, torch.Tensor]] = []
@@ -87,9 +86,8 @@ class Version:
         def note(value):
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            entry = _entry_of(value)
-            parts.append((entry, getattr(value, "_local_tensor", value)))
-            return entry
+            parts.append((_entry_of(value), getattr(value, "_local_tensor", value)))
+            return parts[-1][0]
 
         self.state, self.record, self.owners = tree_map(note, state), record, owners
         sizes = [sum(entry.room(owner) for entry, _ in parts) for owner in owners]
@@ -103,17 +101,9 @@ class Version:
                 place = self.buffers[0][at : at + stop - start]
                 place.view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
             at += entry.room(owners[0])
-        self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
         self.key, self.complete = key, 1
-
-    def wait(self) -> None:
-        """Wait on the host until this rank's own piece is copied."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def list_held(self) -> list[tuple[Key, int]]:
-        """Return (key, owner) of the pieces that are whole."""
-        return [(self.key, owner) for owner in self.owners[: self.complete]]
 
 
 def find_keepers(size: int, nodes: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
@@ -137,7 +127,7 @@ def find_whole(held: Sequence[Sequence]) -> tuple[Key | None, list[int], dict[Ke
     """Return the newest version of which all pieces are there, or None; which rank provides each rank's piece of it;
     and of each newer version the ranks whose pieces are missing.
 
-    `held`: of each rank, as `Version.list_held` returns it; the owner None of a version that the rank only knows of.
+    `held`: (key, owner) of the pieces of each rank; the owner is None for a version that the rank only knows of.
     """
     found: dict[Key, list[list[int]]] = {}  # the ranks that have each rank's piece
     for rank, pieces in enumerate(held):
@@ -158,7 +148,6 @@ def refresh(comm: Communicator, version: Version, keepers: list[list[int]]) -> N
 
     `comm`: on host memory, and used by nothing else meanwhile.
     """
-    version.wait()
     own, *copies = version.buffers
     for keeper, source, kept in zip(keepers, version.owners[1:], copies, strict=True):
         with comm.group():
@@ -184,7 +173,8 @@ class PieceReader:
         """Return the next tensor, on the host; where it was sharded and `like` is, this rank's shard. A collective."""
         comm, me = self._comm, self._comm.rank
         is_shard = entry.bounds is not None and isinstance(like, RaggedTensor)
-        wanted = dataclasses.replace(_entry_of(like), dtype=entry.dtype) if is_shard else Entry(entry.dtype, entry.shape)
+        wanted = _entry_of(like) if is_shard else Entry(entry.dtype, entry.shape)
+        wanted = dataclasses.replace(wanted, dtype=entry.dtype)
         spans = [wanted.span(rank if is_shard else 0) for rank in range(comm.size)]
         begin, end = spans[me]
         part = torch.empty(end - begin, dtype=torch.uint8, device="cpu")

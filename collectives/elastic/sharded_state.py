@@ -15,17 +15,9 @@ from ..comm.agree import all_gather_object
 from ..comm.waiting import format_ranks
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage, MissingShards
 from ..rendezvous.control import open_control
+from ..sharded import state as shards
 from ..sharded.checkpointer import Checkpointer
 from ..sharded.managed_params import units_in
-from ..sharded.state import (
-    clean_name,
-    get_model_state_dict,
-    inner_module,
-    local_optimizer_state,
-    optimizer_state,
-    optimizers_of,
-    set_model_state_dict,
-)
 from ..torch_compat import tree_map_only
 from .replicas import Entry, Key, PieceReader, Version, find_keepers, find_whole, refresh
 from .state import TorchState
@@ -72,7 +64,7 @@ class ShardedState(TorchState):
         self._first: tuple | None = None  # record of the beginning
         self._number = self._generation = 0  # of the last commit
         self._agreed = self._callbacks_due = False
-        self._selected: tuple | None = None  # what `attach` is to load: key, providers of pieces, state, objects
+        self._selected: tuple | None = None  # what `attach` is to load: version, providers, state, objects
         self._attached: tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]] | None = None
         self._comm = None
         self._keepers: list[list[int]] = []
@@ -98,15 +90,14 @@ class ShardedState(TorchState):
             InvalidUsage: Nothing in the model is sharded, or not over the job's present ranks.
             InvalidArgument: The model isn't the version's. Nothing is loaded then.
         """
-        optimizers = [] if optimizers is None else optimizers_of(optimizers)
+        optimizers = [] if optimizers is None else shards.optimizers_of(optimizers)
         comm, over = self.channel.comm, [unit.comm for unit in units_in(model)]
         if not over:
             raise InvalidUsage("nothing in this model is sharded: take a TorchState", op=_OP, rank=comm.rank)
-        other = next((each for each in over if (each.rank, each.size) != (comm.rank, comm.size)), None)
-        if other is not None:
+        if any((each.rank, each.size) != (comm.rank, comm.size) for each in over):
             raise InvalidUsage(
-                f"the model is sharded over {other.size} ranks, and the job has {comm.size}: make it in the function "
-                "that run calls, over elastic.communicator()",
+                f"the model is sharded over {min(each.size for each in over)} ranks, and the job has {comm.size}: make "
+                "it in the function that run calls, over elastic.communicator()",
                 op=_OP, rank=comm.rank,
             )  # fmt: skip
         if not self._agreed:
@@ -116,41 +107,35 @@ class ShardedState(TorchState):
         self._keepers = find_keepers(comm.size, comm.machines or (range(comm.size),), self._replicas)
         selected, self._selected = self._selected, None
         if selected is not None:
-            *version, states = selected
-            self._load(*version, model, optimizers)
+            *what, states = selected
+            self._load(*what, model, optimizers)
             for name in objects.keys() & states.keys():
                 objects[name].load_state_dict(states[name])
         self._attached = model, optimizers, objects
         if selected is not None:
             self._take(self._number)
 
-    def _load(self, key: Key, providers: list[int], state: dict, model: nn.Module, optimizers: list) -> None:
-        own = get_model_state_dict(model)
-        theirs, ours = ({name: getattr(value, "shape", None) for name, value in each.items()}
-                        for each in (state["model"], own))  # fmt: skip
-        for name in theirs.keys() | ours.keys():
-            if (name in theirs, theirs.get(name)) != (name in ours, ours.get(name)):
-                raise InvalidArgument(f"commit {key[0]} is of another model: {name} is {theirs.get(name)} there, and "
-                                      f"{ours.get(name)} in the model", op=_OP, rank=self.channel.rank)  # fmt: skip
-        pieces = {}
-        for version in self._versions:
-            if version.key == key:
-                version.wait()
-                pieces = dict(zip(version.owners, version.buffers, strict=True))
+    def _load(self, version: Version | None, providers: list[int], state: dict, model: nn.Module, optimizers) -> None:
+        """Load a state. `version`: what this rank has of it, if anything. A collective."""
+        theirs, own = state["model"], shards.get_model_state_dict(model)
+        shapes = [{name: list(getattr(value, "shape", ())) for name, value in each.items()} for each in (theirs, own)]
+        for name in sorted(theirs.keys() | own.keys()):
+            there, here = (each.get(name, "absent") for each in shapes)
+            if there != here:
+                text = f"commit {self._number} is of another model: {name} is {there} there, and {here} in the model"
+                raise InvalidArgument(text, op=_OP, rank=self.channel.rank)
+        pieces = {} if version is None else dict(zip(version.owners, version.buffers, strict=True))
         read = PieceReader(self._comm or self.channel.comm, providers, pieces).read
 
         def read_all(value, like: torch.Tensor | None = None):
             return tree_map_only(Entry, functools.partial(read, like=like), value)
 
-        loaded = {name: read_all(value, own[name]) for name, value in state["model"].items()}
-        params = {clean_name(name): param for name, param in inner_module(model).named_parameters()}
-        state = state["optimizer"]
-        state = {
-            "state": {name: read_all(entries, params.get(name)) for name, entries in state["state"].items()},
-            "param_groups": read_all(state["param_groups"]),
-        }
-        loads = [local_optimizer_state(model, optimizer, state) for optimizer in optimizers]
-        set_model_state_dict(model, loaded)
+        loaded = {name: read_all(value, own[name]) for name, value in theirs.items()}
+        params = {shards.clean_name(name): param for name, param in shards.inner_module(model).named_parameters()}
+        entries = {name: read_all(value, params.get(name)) for name, value in state["optimizer"]["state"].items()}
+        given = {"state": entries, "param_groups": read_all(state["optimizer"]["param_groups"])}
+        loads = [shards.local_optimizer_state(model, optimizer, given) for optimizer in optimizers]
+        shards.set_model_state_dict(model, loaded)
         for optimizer, local in zip(optimizers, loads, strict=True):
             optimizer.load_state_dict(local)
 
@@ -190,7 +175,7 @@ class ShardedState(TorchState):
         self._newest = next(each for each in self._versions if each.key is None or each.key != self._whole)
         self._newest.take(
             (number, self._generation, self.channel.size),
-            {"model": get_model_state_dict(model), "optimizer": optimizer_state(model, optimizers)},
+            {"model": shards.get_model_state_dict(model), "optimizer": shards.optimizer_state(model, optimizers)},
             self._make_record(objects), [rank, *(keeper.index(rank) for keeper in self._keepers)],
             on_gpu=units_in(model)[0].device.type == "cuda",
         )  # fmt: skip
@@ -234,7 +219,7 @@ class ShardedState(TorchState):
 
         Raises `MissingShards` on all ranks where no version has all of its shards any more.
         """
-        held = [piece for version in self._versions for piece in version.list_held()]
+        held = [(each.key, owner) for each in self._versions for owner in each.owners[: each.complete]]
         if self._whole is not None:  # a rank that has joined may know of a version of which it has nothing yet
             held.append((self._whole, None))
         rows = all_gather_object(self.channel.comm, [self._generation, self._whole is not None, held])
@@ -258,7 +243,7 @@ class ShardedState(TorchState):
         if key is None:
             self._number, self._selected, self._first = 0, None, self._make_record({})
         else:
-            self._number, self._selected = key[0], (key, providers, state, record[2])
+            self._number, self._selected = key[0], (version, providers, state, record[2])
         self._whole, self._newest, self._agreed = key, version, True
 
     def _make_record(self, objects: dict[str, Any]) -> tuple:

@@ -158,7 +158,8 @@ def digest_of(states) -> str:
     """Return a digest of all values of state dicts, with their names."""
     leaves, names = tree_flatten(states)
     values = [
-        (str(leaf.dtype), tuple(leaf.shape), leaf.contiguous().numpy().tobytes()) if torch.is_tensor(leaf) else leaf
+        (str(leaf.dtype), tuple(leaf.shape), leaf.reshape(-1).view(torch.uint8).numpy().tobytes())
+        if torch.is_tensor(leaf) else leaf
         for leaf in leaves
     ]
     return hashlib.sha256(repr((values, str(names))).encode()).hexdigest()
