@@ -157,12 +157,12 @@ def train_from(state, model, optimizer, scheduler, data, target, checkpointer=No
 def digest_of(states) -> str:
     """Return a digest of all values of state dicts, with their names."""
     leaves, names = tree_flatten(states)
-    values = [
-        (str(leaf.dtype), tuple(leaf.shape), leaf.reshape(-1).view(torch.uint8).numpy().tobytes())
-        if torch.is_tensor(leaf) else leaf
-        for leaf in leaves
-    ]
+    values = [_bytes_of(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
     return hashlib.sha256(repr((values, str(names))).encode()).hexdigest()
+
+
+def _bytes_of(tensor):
+    return str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def make_scheduler(optimizer):
