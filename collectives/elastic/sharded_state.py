@@ -36,8 +36,7 @@ class ShardedState(TorchState):
     on the newest version of which every shard is there, and `attach` loads it, resharded to the ranks that are left, or
     that have joined: no file is read, and the bits are those of a checkpoint of that version that as many ranks load.
 
-    Memory: ``2 * (1 + replicas)`` times a rank's shards of parameters and optimizer state, on the host, page-locked for
-    shards on a GPU.
+    Host memory: ``2 * (1 + replicas)`` times a rank's shards of parameters and optimizer state.
 
     Args:
         every: The number of commits from one version to the next; so many are done again at most.
@@ -66,9 +65,9 @@ class ShardedState(TorchState):
         self._agreed = self._callbacks_due = False
         self._selected: tuple | None = None  # what `attach` is to load: version, providers, state, objects
         self._attached: tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]] | None = None
-        self._comm = None
         self._keepers: list[list[int]] = []
         self._thread = ThreadPoolExecutor(1, "collectives shards")
+        self._comm = None  # of refreshes and recoveries
         self._refresh: Future | None = None
 
     # ---- Model and optimizers.
@@ -83,8 +82,7 @@ class ShardedState(TorchState):
         Args:
             model: The model.
             optimizers: An optimizer, or several.
-            **objects: Others that are made in the function, with state_dict and load_state_dict, the same on all ranks:
-                a learning rate scheduler, a GradScaler.
+            **objects: Others with a state dict that is the same on all ranks: a learning rate scheduler, a GradScaler.
 
         Raises:
             InvalidUsage: Nothing in the model is sharded, or not over the job's present ranks.
