@@ -24,9 +24,9 @@ __all__ = [
     "OLDEST",
     "AsyncCollectiveTensor",
     "BatchNorm",
-    "DTensorSpec",
+    "DTensorSpec",  # noqa: F822
     "TensorBase",
-    "TensorMeta",
+    "TensorMeta",  # noqa: F822
     "TorchDispatchMode",
     "c10d_backend",
     "cuda_current_raw_stream",
@@ -36,23 +36,22 @@ __all__ = [
     "default_store",
     "disabled_torch_function",
     "flatten_dense_tensors",
-    "foreach_types",
+    "foreach_types",  # noqa: F822
     "fsdp_collectives",
     "fsdp_state_class",
     "group_backends",
     "group_timeout_setter",
-    "init_optimizer_state",
+    "init_optimizer_state",  # noqa: F822
     "is_traceable_wrapper_subclass",
     "is_transformed",
     "open_process_groups",
-    "optimizer_types",
+    "optimizer_types",  # noqa: F822
     "premul_sum",
     "register_process_group",
     "reset_group_names",
-    "set_nested",
+    "set_nested",  # noqa: F822
     "storage_use_count",
     "swap_storage_memory",
-    "top_saved_tensors_hooks",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -62,9 +61,8 @@ __all__ = [
     "will_engine_execute",
 ]
 
-# The first version that has all of them but those that say otherwise. 2.7 has no
-# `_top_saved_tensors_default_hooks`, without which a sharded unit can't pass on what a user's hooks
-# save. In 2.6 compiled autograd hands other gradients to DDP hooks than the ones that it has.
+# The first version that has all of them but those that say otherwise. In 2.6 compiled autograd hands
+# other gradients to DDP hooks than the ones that it has.
 OLDEST = "2.8"
 _FOLDER = os.path.dirname(__file__) + os.sep
 
@@ -145,14 +143,6 @@ def untraced(target=None, *, recursive: bool = True):
 
 # The number of the backward that this thread is in; -1 outside of one.
 current_graph_task_id = torch._C._current_graph_task_id
-
-
-def top_saved_tensors_hooks():
-    """Return the innermost (pack, unpack) of saved_tensors_hooks, or None. Since 2.8.
-
-    The hooks are those of ``torch.autograd.graph.saved_tensors_hooks``.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 # ---- CUDA. Builds without CUDA have neither name. Each call looks it up, since a simulated device

@@ -18,15 +18,11 @@ multiplied by a scaler's factor and don't say by whose. A scaler is recorded whe
 scale: by the first method where scaling began before this import, by the second in subclasses with
 a ``scale`` of their own.
 
-These are made at the first sharded module: `patch_total_norm`, `patch_scaler_checks` (also where a
-hook steps an optimizer), `patch_state_dict`, `patch_distribution`, `patch_optimizer_load`,
-`patch_conversions` and `patch_data_parallel`. One is made at the first
-`collectives.horovod.DistributedOptimizer`: `patch_unscale`. One is made in the process of a
-``torchrun --rdzv-backend collectives``: the class of its agent (collectives/elastic/agent.py).
-`patch_total_norm` also changes functions that a program has imported by name before: torch's
-``get_total_norm`` is a wrapper, and the function that it wraps, a variable of its closure, is
-exchanged. With the attribute alone such a program would clip by one rank's norm, a different one on
-each rank. `collectives.auto` makes its changes to ``DistributedDataParallel`` with
+These are made when `collectives.sharded` is imported: `patch_state_dict`, `patch_distribution`,
+`patch_optimizer_load`. One is made at the first sharded module: `patch_data_parallel`. One where a hook
+steps an optimizer: `patch_scaler_checks`. One at the first `collectives.horovod.DistributedOptimizer`:
+`patch_unscale`. One in the process of a ``torchrun --rdzv-backend collectives``: the class of its agent
+(collectives/elastic/agent.py). `collectives.auto` makes its changes to ``DistributedDataParallel`` with
 `patch_attribute`, when a program asks for them.
 
 All records are weak references in the program's own order, which is the same on all ranks. Nothing
@@ -37,7 +33,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -57,13 +52,11 @@ __all__ = [
     "install",
     "observe_comm_hooks",
     "patch_attribute",
-    "patch_conversions",
     "patch_data_parallel",
     "patch_distribution",
     "patch_optimizer_load",
     "patch_scaler_checks",
     "patch_state_dict",
-    "patch_total_norm",
     "patch_unscale",
     "record_patch",
     "record_scalers",
@@ -206,34 +199,6 @@ def record_scalers() -> None:
 
 
 @functools.cache
-def patch_total_norm(total_norm) -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` use a norm over all ranks.
-
-    `total_norm`: called with torch's arguments; returns None where torch's own norm is right.
-    """
-    clip_grad = importlib.import_module("torch.nn.utils.clip_grad")
-    reason = "torch's norm of sharded gradients is that of one rank's shards, and each rank would clip by another one"
-    local = clip_grad._get_total_norm
-
-    def over_ranks(wrapped, tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None):
-        if not isinstance(tensors, torch.Tensor):
-            tensors = list(tensors)
-        found = total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-        return wrapped(tensors, norm_type, error_if_nonfinite, foreach) if found is None else found
-
-    # The variable `func` of the wrapper's closure: whoever has imported it by name calls the new one, too.
-    if local.__code__.co_freevars == ("func",):
-        cell = local.__closure__[0]
-        own = cell.cell_contents
-        cell.cell_contents = functools.wraps(own)(functools.partial(over_ranks, own))
-        record_patch("torch.nn.utils.get_total_norm", reason, lambda: setattr(cell, "cell_contents", own))
-    else:
-        patched = functools.wraps(local)(torch.no_grad()(functools.partial(over_ranks, local)))
-        patch_attribute(clip_grad, "_get_total_norm", patched, reason)
-        patch_attribute(torch.nn.utils, "get_total_norm", patched, reason)
-
-
-@functools.cache
 def patch_scaler_checks(exchange) -> None:
     """Call ``exchange(scaler, optimizer)`` after a GradScaler has checked an optimizer's gradients.
 
@@ -324,31 +289,6 @@ def patch_optimizer_load(convert) -> None:
     patch_attribute(
         cls, "load_state_dict", load_state_dict,
         "torch takes any placement: whole or evenly sharded state beside shards of other bounds fails in a later step",
-    )  # fmt: skip
-
-
-@functools.cache
-def patch_conversions(around) -> None:
-    """Run ``nn.Module._apply``, which ``to``, ``half`` and the like call, inside of the context
-    ``around(module)``.
-    """
-    own = torch.nn.Module._apply
-    converting = threading.local()  # .outermost: the module whose conversion is in progress
-
-    @functools.wraps(own)
-    def _apply(self, fn, recurse=True):
-        if getattr(converting, "outermost", None) is not None:
-            return own(self, fn, recurse)
-        converting.outermost = self
-        try:
-            with around(self):
-                return own(self, fn, recurse)
-        finally:
-            converting.outermost = None
-
-    patch_attribute(
-        torch.nn.Module, "_apply", _apply,
-        "torch converts tensor by tensor, and a sharded module inside may refuse when others were converted",
     )  # fmt: skip
 
 

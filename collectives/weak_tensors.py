@@ -30,6 +30,14 @@ class WeakTensorDict:
 
         items[key] = weakref.ref(tensor, remove), value
 
+    def pop(self, tensor: torch.Tensor, default=None):
+        """Remove a tensor, so that nothing refers to it any more; return its value."""
+        known = self._items.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            return default
+        del self._items[id(tensor)]
+        return known[1]
+
     def get(self, tensor: torch.Tensor, default=None):
         """Return a tensor's value, `default` where it has none."""
         item = self._items.get(id(tensor))

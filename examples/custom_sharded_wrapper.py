@@ -66,7 +66,7 @@ def main():
         buckets.all_reduce()
         optimizer.step()
         losses.append(loss.item())
-    held = sum(param.numel() * param.element_size() for param in model[0].unit.pieces())
+    held = sum(param.to_local().nbytes for param in model[0].unit.pieces())
     result = {"ranks": comm.size, "first_loss": losses[0], "last_loss": losses[-1], "base_bytes_on_a_rank": held}
     if comm.rank == 0:
         print(json.dumps(result), flush=True)

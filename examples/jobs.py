@@ -92,10 +92,11 @@ def say(comm, text):
 
 
 def fingerprint(model):
-    """Return the SHA-256 of a model's parameters and buffers, with their names."""
+    """Return the SHA-256 of a model's parameters and buffers, with their names. Of shards a collective."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/sharded_muon.py
 
 Also runs under mpirun, under srun, or alone. Muon makes each matrix's update orthogonal, which needs
-the whole matrix: `FullParamOptimizer` puts it together on the rank that owns it. Embeddings, head,
+the whole matrix: `collectives.sharded.Muon` puts it together on the rank that owns it. Embeddings, head,
 norms and biases are stepped by AdamW, as is usual. The same steps are made three times from the same
 parameters: by AdamW alone in shards, by Muon and AdamW with DDP, where each rank steps all matrices,
 and by Muon and AdamW in shards. The last line on stdout is one JSON object; the exit status is 1 if
@@ -21,10 +21,11 @@ from pathlib import Path
 import jobs
 import torch
 from char_gpt import GPT, Texts, loss_of
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from collectives.sharded import FullParamOptimizer, fully_shard
+from collectives.sharded import Muon, fully_shard
 
 ADAMW, MUON_DDP, MUON = "AdamW", "Muon, DDP", "Muon"
 
@@ -61,21 +62,20 @@ def make_optimizers(way, model, arguments):
     if way == MUON_DDP:
         return [torch.optim.Muon(matrices, **options), adamw]
     if way == MUON:
-        return [FullParamOptimizer(matrices, torch.optim.Muon, **options), adamw]
+        return [Muon(matrices, **options), adamw]
     return [adamw]
 
 
 def train_on(way, initial, texts, arguments, comm):
     """Make all steps in one way; return the losses (mean of the ranks), and what else is reported."""
     model = copy.deepcopy(initial)
-    state = collectives.HookState()
     if way == MUON_DDP:
         trained = DistributedDataParallel(model)
-        trained.register_comm_hook(state, collectives.fused_allreduce)
+        trained.register_comm_hook(None, collectives.fused_allreduce)
     else:
         for block in model.blocks:
-            fully_shard(block, hook_state=state)
-        trained = fully_shard(model, hook_state=state)
+            fully_shard(block)
+        trained = fully_shard(model)
     optimizers = make_optimizers(way, trained, arguments)
     rates = [
         torch.optim.lr_scheduler.LambdaLR(each, lambda step: min(1.0, 10 * (1 - step / arguments.steps)))
@@ -99,7 +99,7 @@ def train_on(way, initial, texts, arguments, comm):
             bar.update()
     comm.all_reduce(losses, op="avg")
     kept = sum(
-        value.numel() * value.element_size()
+        (value.to_local() if isinstance(value, DTensor) else value).nbytes
         for each in optimizers
         for entries in each.state.values()
         for value in entries.values()

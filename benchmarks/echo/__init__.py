@@ -103,27 +103,6 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
     from collectives.kernels import execution
     from collectives.rendezvous import control, process_groups, world
     from collectives.rendezvous.peers import PeerInfo
-    from collectives.rendezvous.progress_board import ProgressBoard
-    from collectives.sharded import agreement
-
-    class Board(ProgressBoard):
-        """A board on which each other rank's line is this rank's."""
-
-        def __init__(self, size, timeout):
-            super().__init__(bytearray(self.size_of(size)), 0, [""] * size, timeout)
-            self._size = size
-            self._lines = dict.fromkeys(range(1, size), self._own)
-
-        def _write_notes(self, want: int, reason: int, progress: int) -> None:
-            super()._write_notes(want, reason, progress)
-            line = (self.size_of(2) - self.size_of(1)) // 8
-            for rank in range(1, self._size):
-                self._words[self._own + rank * line : self._own + (rank + 1) * line] = self._words[
-                    self._own : self._own + line
-                ]
-
-        def close(self) -> None:
-            self._words.release()
 
     for name, count in (("cuStreamGetCaptureInfo_v2", 6), ("cuThreadExchangeStreamCaptureMode", 1)):
         getattr(_library, name).argtypes = [ctypes.c_void_p] * count
@@ -137,8 +116,6 @@ def _open_communicators(nccl: Path, host: Path, size: int) -> None:
         return Communicator(
             get_engine(engine), bytes(128), 0, ranks, device=on, local_size=ranks, peers=peers[:ranks]
         )  # fmt: skip
-
-    agreement.open_board = lambda control, timeout: Board(control.size, timeout)
 
     def of_group(group, on) -> Communicator:
         known = communicators.get((id(group), on))

@@ -17,7 +17,6 @@ from ..errors import InvalidArgument
 __all__ = [
     "CommConfig",
     "gather_config",
-    "launches_in_order",
     "merge_config",
     "order_launches",
     "order_launches_of_torch",
@@ -237,13 +236,6 @@ def order_launches_of_torch() -> None:
     if torch.version.cuda and dist.is_available() and dist.is_nccl_available():
         major, minor, patch = torch.cuda.nccl.version()[:3]
         order_launches(10000 * major + 100 * minor + patch)
-
-
-def launches_in_order(library: Library) -> bool:
-    """Return whether NCCL keeps the kernels of several communicators in the order in which the host
-    launches them, as `order_launches` and `to_nccl` ask it to.
-    """
-    return library.version >= _LAUNCH_ORDER_SINCE and os.environ.get(_LAUNCH_ORDER, "1").strip() != "0"
 
 
 def gather_config(library: Library) -> CommConfig | None:

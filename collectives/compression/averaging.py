@@ -105,13 +105,15 @@ def plan_average(comm, dtype: torch.dtype) -> ReductionPlan:
     return plan_reduction(comm, Scaling(divisor=comm.size), dtype)
 
 
-def plan_division(comm, divisor: float, dtype: torch.dtype) -> ReductionPlan:
+def plan_division(comm, divisor: float, dtype: torch.dtype, algorithm: str | None = None) -> ReductionPlan:
     """Return how a communicator sums values of a dtype over its ranks and divides the sum by any
     number.
+
+    `algorithm`: as the collective takes it.
     """
-    if divisor == comm.size:
-        return plan_average(comm, dtype)
-    if not _sums(comm, dtype, None):
+    if divisor in (1, comm.size):
+        return plan_reduction(comm, Scaling(divisor=0 if divisor == 1 else comm.size), dtype, algorithm)
+    if not _sums(comm, dtype, algorithm):
         return ReductionPlan(1.0 / divisor)
     if dtype is torch.float16:
         return ReductionPlan(scale_before=1.0 / divisor)

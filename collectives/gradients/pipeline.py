@@ -5,7 +5,7 @@ Each bucket is reduced, on all ranks or to the ranks' shards. Its optimizer is s
 nothing must come first. After the last bucket the stages run that the options ask for: the ranks
 add up the statistics that they found on the way, and all make the same decision on clipping and on
 the optimizer's step. Without such options there are no stages. The front ends are adapters:
-`DDPReducer` brings DDP's buckets, `ShardedGradReducer` the units of `collectives.sharded`.
+`DDPReducer` brings DDP's buckets, `HookReducer` the units of `collectives.sharded`.
 """
 
 from __future__ import annotations
@@ -229,11 +229,6 @@ class GradientPipeline:
             stage(self, gradients)
         self.scaler = None
         self.totals["backwards"] += 1
-
-    def join_end_backward(self, gradients: ReducedGradients) -> None:
-        """Take part in the collectives of `end_backward`, for the other ranks."""
-        if self.needs_stats:
-            _sum_statistics(self, gradients)
 
     def count(self, buckets: int, sent: int, as_fp32: int) -> None:
         """Add reduced buckets to the statistics: their number, the bytes that this rank has sent

@@ -19,7 +19,7 @@ from ..comm.communicator import Communicator
 from ..comm.program_step import set_step
 from ..weak_tensors import WeakTensorDict
 
-__all__ = ["StepCount", "count_steps", "find_step_count"]
+__all__ = ["StepCount", "count_steps", "find_step_count", "forget_steps"]
 
 _counts = WeakTensorDict()  # parameter -> the count of its module
 
@@ -58,16 +58,24 @@ class StepCount:
             set_step(each, self._steps)
 
 
-def count_steps(parameters: Iterable[torch.nn.Parameter], ddp=None) -> None:
-    """Count the steps of the optimizers of a module's parameters. `ddp`: the DDP object of a hook."""
+def count_steps(parameters: Iterable[torch.nn.Parameter], ddp=None, count: StepCount | None = None) -> None:
+    """Count the steps of the optimizers of a module's parameters. `ddp`: the DDP object of a hook.
+    `count`: where they are counted; None: in a new one.
+    """
     _register_hook()
-    count = StepCount()
+    count = StepCount() if count is None else count
     count.ddp = None if ddp is None else weakref.ref(ddp)
     for parameter in parameters:
         before = _counts.get(parameter)
-        if before is not None:
+        if before is not None and before is not count:
             before.replaced = True
         _counts[parameter] = count
+
+
+def forget_steps(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Count no steps of these parameters, and hold no weak reference to them, with which torch can't swap them."""
+    for parameter in parameters:
+        _counts.pop(parameter)
 
 
 def find_step_count(parameter: torch.Tensor) -> StepCount | None:

@@ -5,8 +5,7 @@ ranks: over a torch store (`store`, `tcp_store`), by the job's name (`by_name`),
 (`mpi`). `peers` has the records and the outcome, `job_store` the store that outlives it, and `open`
 opens a communicator over it. `world` has the communicator of the whole job, `process_groups` those
 of torch's process groups, and `control` small ones on host memory over the ranks of another
-communicator. `progress_board` is memory in which the ranks of a node
-say how far they are.
+communicator.
 """
 
 from .control import bootstrap_on_host, dup_on_host, open_control
@@ -20,14 +19,11 @@ from .process_groups import (
     get_group_timeout,
     init_process_group,
 )
-from .progress_board import ProgressBoard, Status, open_board
 from .world import init
 
 __all__ = [
     "PeerInfo",
-    "ProgressBoard",
     "Rendezvous",
-    "Status",
     "bootstrap_on_host",
     "drop_communicator",
     "dup_on_host",
@@ -39,7 +35,6 @@ __all__ = [
     "init_process_group",
     "join_over_store",
     "join_rendezvous",
-    "open_board",
     "open_communicator",
     "open_control",
 ]

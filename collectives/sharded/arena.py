@@ -38,7 +38,7 @@ class Arena:
     def __init__(self, comm: Communicator):
         self._comm = comm
         self._free: list[Block] = []
-        self._released = Block(torch.empty(0))  # for memory of torch's allocator: the last event of all
+        self._released = Block(torch.empty(0, device=comm.device))  # for memory of torch's allocator: the last event of all
 
     def take(self, nbytes: int) -> Block:
         """Return a block of at least so many bytes with any values, which the caller gives back.

@@ -396,7 +396,7 @@ def _place_for(entry, param: torch.Tensor | None, device: torch.device):
         return None
     size, dtype = entry.size, entry.properties.dtype
     if not isinstance(param, RaggedTensor) or size.numel() <= 1:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     device = device if param.is_meta else param.device
     if size == param.shape:
         return torch.empty_like(param.detach(), dtype=dtype, device=device)

@@ -8,7 +8,7 @@
 
 FSDP2 allocates a buffer, fills its part, makes the call, copies the result out, and drops the
 buffer; it never resizes one. On the host these buffers are shared memory that the peers read in
-place. They come from a `BufferPool`, so their pages are mapped once and not in every step.
+place. They come from a `SharedMemoryPool`, so their pages are mapped once and not in every step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import torch
 import torch.distributed as dist
 
 from ..comm.communicator import Communicator
+from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
 from ..rendezvous.process_groups import drop_communicator, get_communicator
 from ..torch_compat import fsdp_collectives
-from .buffer_pool import MIN_POOLED_BYTES, BufferPool
 
 _protocol = fsdp_collectives()
 
 __all__ = ["AllGather", "ReduceScatter"]
 
+# A smaller buffer shares malloc's pages, and its staging copy stays in the cache.
+_MIN_POOLED_BYTES = 64 << 10
 # torch's interfaces, where it has them. Without them the classes below raise when they are made.
 _AllGatherBase = getattr(_protocol, "AllGather", object)
 _ReduceScatterBase = getattr(_protocol, "ReduceScatter", object)
@@ -36,7 +38,7 @@ _WorkBase = dist.Work if dist.is_available() else object
 
 
 # The pool that all objects of this module share; it ends with the last of them.
-_shared: weakref.WeakValueDictionary[str, BufferPool] = weakref.WeakValueDictionary()
+_shared: weakref.WeakValueDictionary[str, SharedMemoryPool] = weakref.WeakValueDictionary()
 
 
 class _Work(_WorkBase):
@@ -71,7 +73,7 @@ class _Collective:
             raise InvalidArgument(f"comm must be a collectives.Communicator or None, not {type(comm).__name__}")
         self._user_comm = comm
         self._comm = comm  # the communicator that was used last; None before the first call
-        self._pool = _shared.setdefault("host", BufferPool())
+        self._pool = _shared.setdefault("host", SharedMemoryPool())
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of a shape; on the host, after the first call, of memory
@@ -85,7 +87,7 @@ class _Collective:
     def _uses_pool(self, n: int, dtype: torch.dtype, device: torch.device) -> bool:
         # On CUDA torch's own allocator knows the streams, and can reuse the memory.
         comm = self._comm
-        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= MIN_POOLED_BYTES
+        return comm is not None and not comm.closed and device.type == "cpu" and n * dtype.itemsize >= _MIN_POOLED_BYTES
 
     def _run(self, name: str, out: torch.Tensor, inp: torch.Tensor, group, *op, async_op: bool):
         owned = None

@@ -18,10 +18,13 @@ from ..arrays import kind_of
 from ..comm.agree import all_gather_object, verify_same
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.state import HookState
 from ..weak_tensors import WeakTensorDict
-from .managed_params import managed_parameters
+from .hook_state import get_reducer
+from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
+from .param import checksum
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .state import watch_state_dicts
 from .torch_wrappers import check_no_torch_wrapper, refuse_sharded_modules
@@ -84,9 +87,9 @@ def fully_shard(
 
     Raises:
         Mismatch: On all ranks where they don't shard the same parameters.
-        InvalidUsage: By name, for a weight that is tied to one of another unit, for a module of
-            which an outer one was sharded before, and for one under torch's own data parallelism.
-        InvalidArgument: For parameters that can't be sharded.
+        InvalidUsage: By name, for a weight that is tied to one of another unit, and for a module
+            under torch's own data parallelism.
+        InvalidArgument: For parameters that can't be sharded, as those of an outer unit.
     """
     if shard_placement_fn is not None:
         raise InvalidArgument(
@@ -101,9 +104,10 @@ def fully_shard(
             op="fully_shard",
         )
     modules = _parse_modules(module)
-    if comm is None and mesh is None and hook_state is not None:
+    group = None
+    if comm is None and mesh is None and isinstance(hook_state, HookState):
         comm = hook_state.comm
-    group = None if hook_state is None or comm is not None or mesh is not None else hook_state.process_group
+        group = None if comm is not None else hook_state.process_group
     shard(
         modules, ShardedModule, resolve_mesh(modules[0], comm, mesh, group=group), mp_policy=mp_policy,
         offload_policy=offload_policy, ignored_params=() if ignored_params is None else ignored_params,
@@ -151,10 +155,15 @@ def shard(
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     found = managed_parameters(root, ignored, stop=lambda module: isinstance(module, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         _check_not_sharded(param, names[0], kind, ranks.world.rank)
-    _compare(found, kind, ranks, (mp_policy, reshard_after_forward, hook_state is not None, block))
+    reducer = get_reducer(hook_state, ranks)
+    options = (("mp_policy", mp_policy), ("reshard_after_forward", reshard_after_forward), ("block", block))
+    described = {name: repr(value) for name, value in options}
+    _compare(found, kind, ranks, {**described, "hook_state": None if reducer is None else reducer.describe()})
     unit = Unit(
         None, ranks=ranks, parameters=found, name=kind, mp_policy=mp_policy, offload_policy=offload_policy, block=block,
+        multiple=1 if reducer is None else reducer.multiple,
     )  # fmt: skip
     unit.set_reshard_after_forward(reshard_after_forward)
     for names, _, param in found:
@@ -162,6 +171,8 @@ def shard(
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # the memory goes
     unit.modules = modules
     watch_state_dicts(unit)
+    if reducer is not None:
+        reducer.add(unit)
     for module in modules:
         module.__class__ = _class_of(base, type(module))
         object.__setattr__(module, "_unit", unit)
@@ -173,14 +184,14 @@ def _check_not_sharded(param: nn.Parameter, name: str, kind: str, rank: int) -> 
     """Raise `InvalidUsage`, with both names, for a parameter that is of another unit already."""
     if param in _sharded_before:
         raise InvalidUsage(
-            f"{name} of this {kind} is tied to {_sharded_before[param]}, which was sharded before as a part of another "
-            "unit: tied weights must be of one unit; shard both modules together, as fully_shard([a, b]), or the "
-            "smallest module that holds both, and not the inner one, or leave it out by ignored_params",
+            f"{name} of this {kind} is tied to {_sharded_before.get(param)}, which was sharded before as a part of "
+            "another unit: tied weights must be of one unit; shard both modules together, as fully_shard([a, b]), or "
+            "the smallest module that holds both, and not the inner one, or leave it out by ignored_params",
             op="fully_shard", rank=rank,
         )  # fmt: skip
 
 
-def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
+def _compare(found, kind: str, ranks: Ranks, options: dict) -> None:
     """Raise `Mismatch` where the ranks shard other parameters; warn where they have other values."""
     described = {
         " = ".join(names): f"{list(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
@@ -188,10 +199,10 @@ def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
     }
     verify_same(
         ranks.world, f"the ranks shard other parameters of a {kind}, or in another way",
-        {"ranks that share it": ranks.comm.size, "options": repr(options), **described},
+        {"ranks that share it": ranks.comm.size, **options, **described},
         "build the same model on all ranks, and call fully_shard with the same arguments",
     )  # fmt: skip
-    sums = all_gather_object(ranks.world, sum(_checksum(param) for _, _, param in found))
+    sums = all_gather_object(ranks.world, sum(checksum(param) for _, _, param in found))
     if len(set(sums)) > 1:
         warnings.warn(
             f"the ranks' values of a {kind} with {found[0][0][0]} differ, and each rank's part is kept: seed all ranks "
@@ -199,18 +210,6 @@ def _compare(found, kind: str, ranks: Ranks, options: tuple) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _checksum(param: torch.Tensor) -> int:
-    """Return a number that is equal for equal values, and very probably only for these; 0 on the
-    meta device.
-    """
-    if param.is_meta or not param.numel():
-        return 0
-    octets = param.detach().reshape(-1).view(torch.uint8)
-    whole = octets.numel() // 4 * 4
-    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
-    return int(total) + int(octets[whole:].sum(dtype=torch.int64))
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

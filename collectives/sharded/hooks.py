@@ -17,8 +17,8 @@ def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict):
     """Call a module's forward with its unit gathered, and prepare the unit's backward."""
     unit = module._unit
     scheduler, policy = unit.scheduler, unit.mp_policy
-    scheduler.begin_forward(unit, module)
     try:
+        scheduler.begin_forward(unit, module)
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         is_plain = not is_transformed()
@@ -32,6 +32,8 @@ def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict):
         if torch.is_grad_enabled() and not (is_plain and _watch_outputs(unit, output)):
             _watch_parameters(unit)
         is_last = scheduler.is_recomputing or unit.leave(module)
+        if not scheduler.is_recomputing:
+            unit.check_not_written()
     except BaseException:
         scheduler.abort_forward()
         raise

@@ -59,6 +59,9 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
     if param.layout != torch.strided:
         raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
     if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
-        raise InvalidArgument(f"{name} is distributed already, a DTensor or a shard of another unit: ignored_params")
+        raise InvalidArgument(
+            f"{name} is distributed already, a DTensor or a shard of an outer unit: shard inner modules before outer "
+            "ones, or give it to ignored_params"
+        )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise InvalidArgument(f"{name} has no shape yet: run a forward of its lazy module before it is sharded")

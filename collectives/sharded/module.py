@@ -10,6 +10,7 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
+from .clip import clip_grad_norm_
 from .hooks import run_forward
 from .managed_params import units_in
 from .state import load_into_shards
@@ -131,6 +132,11 @@ class ShardedModule(nn.Module):
         """Gather this module's parameters by a user's ``comm(output, input, group, async_op)``, which
         returns None, or an object with ``wait()``.
         """
+        if comm is not None and self._unit.wire is not None:
+            raise InvalidUsage(
+                "a custom all-gather sends parameters as they are: leave HookState's gather out",
+                op="set_custom_all_gather",
+            )
         self._unit.custom_all_gather = comm
 
     # ---- Gradients.
@@ -203,8 +209,7 @@ class ShardedModule(nn.Module):
                 "the HookState's optimizer has used the gradients in the backward: give the HookState max_norm",
                 op="clip_grad_norm_",
             )
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the shards' gradients, and drop full ones that wait for a backward that reduces."""
@@ -269,13 +274,15 @@ class ShardedModule(nn.Module):
     def _apply(self, fn, recurse=True):
         units = units_in(self)
         for unit in units:
-            unit.reshard()
-        super()._apply(fn, recurse)
-        for unit in units:
-            unit.rehome()
-        return self
+            unit.prepare_conversion()
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            for unit in units:
+                unit.rehome()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        self._unit.scheduler.step_count.reset()  # all ranks have the same parameters again
         load_into_shards(self, self._unit, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 

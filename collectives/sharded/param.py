@@ -7,6 +7,9 @@ gathered buffer. Both objects live as long as the unit; the module holds one of 
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 import torch
 from torch import nn
 
@@ -18,10 +21,10 @@ from .mesh import Ranks
 from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
-__all__ = ["ParamGroup", "ShardedParam", "as_real"]
+__all__ = ["ParamGroup", "ShardedParam", "as_real", "checksum"]
 
 
-_UNSHARED = 2  # uses of a storage that one tensor has: the tensor, and the question itself
+_UNSHARED = 2  # uses of an object, or a storage, that has one owner: the owner, and the question itself
 
 
 class ShardedParam:
@@ -115,6 +118,7 @@ class ParamGroup:
         self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
         self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
         self.store, self._pinned = store, pinned
+        self._wire = None  # the `QuantizedAllGather` in whose format the parameters were gathered
         sizes = [original.numel() for original in originals]
         rows = [max(1, original.shape[1:].numel() if original.dim() else 1) for original in originals]
         narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
@@ -122,11 +126,19 @@ class ParamGroup:
         self.layout = plan_layout(
             sizes, grains, self.size, rows=rows, itemsize=narrowest, multiple=max(1, multiple)
         )
+        cut = [param.name for param, fits in zip(self.params, self.layout.by_grains, strict=True) if not fits]
+        if block > 1 and cut and self.rank == 0:
+            warnings.warn(
+                f"blocks of {block} rows don't fit into the equal parts of {self.size} ranks without much padding: "
+                f"{', '.join(cut[:8])}{' and others' if len(cut) > 8 else ''} have blocks on two ranks each",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
         self.part = self.layout.part
         self.numel = self.part * self.size
         self._block: Block | None = None
         self._post_forward: torch.Tensor | None = None
-        self._grads: torch.Tensor | None = None
+        self._grads: torch.Tensor | None = None  # flat, of the last reduction
+        self._grad_views: list[RaggedTensor] = []  # of it, the gradients
         self._place(originals, rows)
         self._make_shards(originals)
         self._make_full(originals)
@@ -186,15 +198,17 @@ class ParamGroup:
         if not self.shares_memory and not self.full.is_meta:
             self.full.untyped_storage().resize_(0)
 
-    def rehome(self) -> None:
-        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard."""
+    def rehome(self) -> bool:
+        """Take the sharded parameters, which got other memory or another dtype, back into one flat shard.
+
+        Returns whether it could: not as long as they have several dtypes or devices.
+        """
         data = [param.local for param in self.params]
         kinds = {(local.dtype, local.device) for local in data}
         if all(local.untyped_storage()._cdata == self.shard.untyped_storage()._cdata for local in data):
-            return
+            return True
         if len(kinds) > 1:
-            names = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
-            raise InvalidUsage(f"the parameters of one unit have several dtypes or devices now: {', '.join(names)}")
+            return False
         dtype, device = data[0].dtype, data[0].device
         wanted = "meta" if device.type == "meta" else self.store.type
         if device.type != wanted:
@@ -209,13 +223,14 @@ class ParamGroup:
             self.reduce_dtype = dtype if follows[1] else self.reduce_dtype
             self.dtype = dtype
         self.shard = self._allocate_shard(device.type == "meta")
-        self._grads = None
+        self.drop_output()
         for param, local in zip(self.params, data, strict=True):
             view = param.view_shard(self.shard)
             if not view.is_meta:
                 view.copy_(local)
             param.sharded._local_tensor = view
         self._make_full([param.sharded for param in self.params])
+        return True
 
     @property
     def shares_memory(self) -> bool:
@@ -250,8 +265,10 @@ class ParamGroup:
             kept, self._post_forward = self._post_forward, None
             return neighbours.all_gather(self.full, kept, async_op=async_op)
         comm = self.ranks.comm
-        if wire is not None and wire.saves(self.gather_dtype):
-            return wire.gather(comm, self.shard, self.full, self.arena, async_op=async_op)
+        self._wire = wire if wire is not None and wire.saves(self.gather_dtype) else None
+        if self._wire is not None:
+            shard = self.shard.to(self.ranks.device, non_blocking=True)
+            return wire.gather(comm, shard, self.full, self.arena, async_op=async_op)
         send = self.shard
         if self.gather_dtype != self.dtype or self.store != self.ranks.device:
             send = self.full[self.rank * self.part :][: self.part]
@@ -281,10 +298,17 @@ class ParamGroup:
         self._post_forward = kept
 
     def write_back(self) -> None:
-        """Copy to the shard what was written to the full parameters."""
-        if not self.shares_memory:
-            for param in self.params:
-                param.local.copy_(param.placement.cut(param.full.detach(), self.rank))
+        """Copy to the shard what was written to the full parameters; elements that are the shard's,
+        rounded as they were sent, stay.
+        """
+        if self.shares_memory:
+            return
+        sent = self.shard.to(self.gather_dtype)
+        if self._wire is not None:
+            sent = self._wire.rounded(self.shard, self.gather_dtype)
+        for param in self.params:
+            own = param.placement.cut(param.full.detach(), self.rank).to(self.store)
+            param.local.copy_(torch.where(own == param.view_shard(sent), param.local, own.to(self.dtype)))
 
     # ---- Gradients.
 
@@ -307,22 +331,51 @@ class ParamGroup:
 
     def take_output(self) -> torch.Tensor:
         """Return a flat shard for reduced gradients: the memory of those before, if nobody uses it any more."""
-        if self._grads is None or storage_use_count(self._grads) > _UNSHARED:
+        if self._grads is None or not self._is_unused(self._grads):
             self._grads = torch.empty(self.part, dtype=self.dtype, device=self.ranks.device)
+            self._grad_views = []
         return self._grads
+
+    def _is_unused(self, grads: torch.Tensor) -> bool:
+        """Whether a flat shard of gradients is used by the group alone: by itself and its views."""
+        known = list(map(sys.getrefcount, self._grad_views))
+        return known == [_UNSHARED] * len(known) and storage_use_count(grads) == _UNSHARED + len(known)
+
+    def drop_output(self) -> None:
+        """Free the memory of `take_output`."""
+        self._grads, self._grad_views = None, []
 
     def store_grads(self, reduced: torch.Tensor) -> None:
         """Make reduced gradients those of the sharded parameters, or add them to those that are there."""
-        for param in self.params:
-            if param.sharded.requires_grad:
-                view = param.view_shard(reduced)
-                grad = param.sharded.grad
-                if grad is None:
-                    param.sharded.grad = param.sharded.like(view)
-                else:
-                    grad._local_tensor.add_(view)
+        trainable = [param for param in self.params if param.sharded.requires_grad]
+        if reduced is self._grads and len(self._grad_views) == len(trainable):  # those of the last step
+            for param, view in zip(trainable, self._grad_views, strict=True):
+                param.sharded.grad = view
+            return
+        views = []
+        for param in trainable:
+            view = param.view_shard(reduced)
+            if param.sharded.grad is None:
+                views.append(param.sharded.like(view))
+                param.sharded.grad = views[-1]
+            else:
+                param.sharded.grad._local_tensor.add_(view)
+        if reduced is self._grads:
+            self._grad_views = views
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
     """View a flat tensor's complex numbers as pairs of real ones."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def checksum(param: torch.Tensor) -> int:
+    """Return a number that is equal for equal values, and very probably only for these; 0 on the
+    meta device.
+    """
+    if param.is_meta or not param.numel():
+        return 0
+    octets = param.detach().reshape(-1).view(torch.uint8)
+    whole = octets.numel() // 4 * 4
+    total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
+    return int(total) + int(octets[whole:].sum(dtype=torch.int64))

@@ -29,6 +29,10 @@ from .placement import RaggedShard
 __all__ = ["RaggedTensor"]
 
 aten = torch.ops.aten
+_GATHERED_IN_FORWARD = (
+    "it is gathered for the forward of its module, and for methods that register_forward_method(module, name) was "
+    "called for, such as generate"
+)
 
 
 class RaggedTensor(DTensor):
@@ -213,9 +217,15 @@ class _Origin:
             _gather(self.tensor, self.full)
             self.version = self.tensor._version
 
-    def write_back(self) -> None:
-        """Write this rank's part of the gathered copy to the tensor, before autograd counts the write."""
-        self.tensor._local_tensor.copy_(self.tensor.ragged.cut(self.full, self.tensor.shard_rank))
+    def write_back(self, view: torch.Tensor) -> None:
+        """Write this rank's part of a view of the gathered copy to the tensor, before autograd counts the write."""
+        cut, rank, local = self.tensor.ragged.cut, self.tensor.shard_rank, self.tensor._local_tensor
+        part = cut(self.full, rank)
+        if view.dtype == part.dtype:  # nothing but the view's elements: other views may have written the others
+            is_written = torch.zeros_like(self.full, dtype=torch.bool)
+            is_written.as_strided(view.size(), view.stride(), view.storage_offset()).fill_(True)
+            part = torch.where(cut(is_written, rank), part, local)
+        local.copy_(part)
         self.version = self.tensor._version + 1
 
 
@@ -315,16 +325,17 @@ def _refuse_plain(func, arg: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of at most one element, which is the same on all ranks; raise for any other one."""
     if arg.numel() > 1:
         raise InvalidUsage(
-            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: compute on "
-            "param.full_tensor(), or write to param.to_local()"
+            f"{func._schema.name} of a sharded parameter with a plain tensor {list(arg.shape)}: "
+            f"{_GATHERED_IN_FORWARD}, or compute on param.full_tensor()"
         )
     return arg
 
 
 def _refuse_mix(func, tensor, other, why: str):
     raise InvalidUsage(
-        f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: use a tensor "
-        "with the same placements, as torch.zeros_like(param) makes it, or compute on param.to_local()"
+        f"{func._schema.name} of a sharded parameter {list(tensor.shape)} with {why} {list(other.shape)}: "
+        f"{_GATHERED_IN_FORWARD}; elsewhere use a tensor with the same placements, as torch.zeros_like(param) makes "
+        "it, or compute on param.to_local()"
     )
 
 
@@ -418,7 +429,7 @@ def _run_list(func, args, kwargs):
     written = list(_written_args(func, args, kwargs))
     for each in written:
         if type(each) is _GatheredView:
-            each._origin.write_back()
+            each._origin.write_back(each._local_tensor)
     _count_writes(written)
     if made is None:
         return None
@@ -537,7 +548,7 @@ def _run_gathered(func, args, kwargs):
         if type(arg) is RaggedTensor:
             _keep_part(func, arg, full[id(arg)])
         elif type(arg) is _GatheredView:
-            arg._origin.write_back()
+            arg._origin.write_back(arg._local_tensor)
     if func._schema.name.startswith("aten::_foreach_"):
         _count_writes(written)
     first = given[0]
@@ -609,14 +620,18 @@ def _view(func, args, kwargs):
     return tensor.like(tensor._local_tensor.view_as(tensor._local_tensor))
 
 
-def _view_as_real(func, args, kwargs):
-    """View complex rows as real ones, and the other way round."""
-    tensor, made = args[0], func(args[0]._local_tensor)
+def _view_complex(func, args, kwargs):
+    """View complex rows as real ones, or the other way round."""
+    tensor, placement, local = args[0], args[0].ragged, args[0]._local_tensor
     shape = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")).shape
-    placement = tensor.ragged
-    if not placement.by_rows or len(shape) == 1:  # pairs of elements, which a complex parameter never has cut
-        made, factor = made.reshape(-1), shape.numel() / max(1, tensor.numel())
-        placement = RaggedShard([int(bound * factor) for bound in placement.bounds], by_rows=False)
+    if placement.by_rows and shape:
+        made = func(local)
+    elif tensor.is_complex():
+        made = func(local).view(-1)
+        placement = RaggedShard([2 * bound for bound in placement.bounds], by_rows=False)
+    else:  # of what was cut as complex numbers
+        made = func(local.reshape(-1, 2))
+        placement = RaggedShard([bound // 2 for bound in placement.bounds], by_rows=False)
     return RaggedTensor.from_local(made, shape, tensor._spec.mesh, placement)
 
 
@@ -637,8 +652,8 @@ _DISPATCH: dict[Any, Callable] = {
     aten.sum.default: _sum,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite_and_unscale,
     aten.view.default: _view,
-    aten.view_as_real.default: _view_as_real,
-    aten.view_as_complex.default: _view_as_real,
+    aten.view_as_real.default: _view_complex,
+    aten.view_as_complex.default: _view_complex,
     aten.equal.default: _compare,
     aten.allclose.default: _compare,
     aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,

@@ -13,7 +13,7 @@ from ..torch_compat import premul_sum
 from .mesh import Ranks
 from .param import as_real
 
-__all__ = ["ReduceStages", "reduce"]
+__all__ = ["ReduceStages", "reduce", "reduces_whole", "ring_elements"]
 
 
 @dataclass
@@ -27,12 +27,18 @@ class ReduceStages:
         all_reduce: A user's function for the sum over replicas, called as (tensor, group, op,
             async_op).
         hook: A user's function of this rank's reduced part, which may change it.
+        wire: A function (comm, flat, part) that sends gradients in a wire format in place of the
+            communicator's collectives. It divides, too. `part`: the elements of a rank's part, which
+            that rank gets; None: all ranks get all of it.
+        algorithm: The algorithm of the communicator's collectives. None: its default.
     """
 
     divide_factor: float | None = None
     reduce_scatter: Callable | None = None
     all_reduce: Callable | None = None
     hook: Callable | None = None
+    wire: Callable | None = None
+    algorithm: str | None = None
 
 
 def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceStages) -> None:
@@ -45,24 +51,48 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
     comm, world = ranks.comm, ranks.world
     flat, out = as_real(flat), as_real(out)
     factor = world.size if stages.divide_factor is None else stages.divide_factor
-    if stages.reduce_scatter is not None or stages.all_reduce is not None:
+    if stages.wire is not None:
+        whole = reduces_whole(ranks, stages)
+        stages.wire(world if whole else comm, flat, None if whole else out.numel())
+        out.copy_(_own_part(flat, out, comm))
+    elif stages.reduce_scatter is not None or stages.all_reduce is not None:
         _reduce_by_custom(flat, out, ranks, stages, factor)
     elif world.size == 1:
         torch.div(flat, factor, out=out)
     else:
-        plan = plan_division(world, factor, flat.dtype)
+        options = {} if stages.algorithm is None else {"algorithm": stages.algorithm}
+        plan = plan_division(world, factor, flat.dtype, stages.algorithm)
         plan.before(flat)
-        if ranks.replicas is None:
-            comm.reduce_scatter(out, flat, plan.op)
-        elif comm.size == 1 or (world._on_host and not world.machines):
-            world.all_reduce(flat, plan.op)
-            out.copy_(flat[comm.rank * out.numel() :][: out.numel()])
+        if reduces_whole(ranks, stages):
+            world.all_reduce(flat, plan.op, **options)
+            out.copy_(_own_part(flat, out, comm))
         else:
-            comm.reduce_scatter(out, flat, plan.op)
-            ranks.replicas.all_reduce(out, plan.op)
+            comm.reduce_scatter(out, flat, plan.op, **options)
+            if ranks.replicas is not None:
+                ranks.replicas.all_reduce(out, "avg" if plan.op == "avg" else "sum", **options)
         plan.after(out)
     if stages.hook is not None:
         stages.hook(out)
+
+
+def reduces_whole(ranks: Ranks, stages: ReduceStages) -> bool:
+    """Whether all ranks get all of the sum, by one collective of shards and replicas."""
+    if ranks.replicas is None or ranks.comm.size == 1:
+        return ranks.comm.size == 1
+    on_one_node = ranks.world._on_host and len(ranks.world.machines) == 1
+    return on_one_node or stages.wire is not None or stages.algorithm is not None
+
+
+def ring_elements(numel: int, ranks: Ranks, stages: ReduceStages) -> int:
+    """Return the number of elements that a rank sends where rings reduce so many."""
+    if reduces_whole(ranks, stages):
+        return 2 * (ranks.world.size - 1) * numel // ranks.world.size
+    size, replicas = ranks.comm.size, 1 if ranks.replicas is None else ranks.replicas.size
+    return (size - 1) * numel // size + 2 * (replicas - 1) * (numel // size) // replicas
+
+
+def _own_part(flat: torch.Tensor, out: torch.Tensor, comm) -> torch.Tensor:
+    return flat[comm.rank * out.numel() :][: out.numel()]
 
 
 def _reduce_by_custom(flat, out, ranks: Ranks, stages: ReduceStages, factor: float) -> None:

@@ -7,13 +7,17 @@ forwards are there, or at the backward's end.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..comm.communicator import Communicator
-from ..errors import InvalidUsage
+from ..comm.tags import make_tag, tagged
+from ..errors import InvalidUsage, Mismatch
+from ..gradients.step_count import StepCount
 from ..torch_compat import current_graph_task_id, will_engine_execute
 from .arena import Arena
 from .offload import GradientOffload
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scheduler", "get_scheduler", "living"]
 
+_END_TAG = make_tag("the parameters that a backward has used")
 _schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
 
@@ -56,6 +61,7 @@ class Scheduler:
         arena: The units' memory.
         side: The stream on which they gather and reduce on a GPU.
         offload: Copies of gradients to the host.
+        step_count: Counts the optimizers' steps of the units' parameters, which the ranks compare.
         is_last_backward: False: the end of a backward reduces nothing and reshards nothing.
     """
 
@@ -64,13 +70,16 @@ class Scheduler:
         self.arena = Arena(comm)
         self.side = SideStream(comm.device)
         self.offload = GradientOffload(self.side)
+        self.step_count = StepCount()
         self.is_last_backward = True
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
         self._units: list[weakref.ref[Unit]] = []
         self._depth = 0  # of nested forwards
+        self._root = 0  # the index of the outermost one's unit
         self._forward: dict[Unit, None] = {}  # units of the outermost forward in progress
         self._order: list[weakref.ref[Unit]] = []  # units of the last outermost forward
-        self._awaiting: dict[Unit, None] = {}  # units whose forward wants gradients and that no backward has reduced
+        # Units whose forward wants gradients and that no backward has reduced.
+        self._awaiting: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
         self._backward: weakref.ref[_Backward] | None = None
         self._in_backward: dict[Unit, None] = {}  # units that the backward in progress has gathered
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units with which the last backward began
@@ -133,6 +142,14 @@ class Scheduler:
             return
         if self._depth == 1:
             self._begin_pass(module)
+            self._root = unit.index
+        unit.root = self._root
+        if unit.holds_copies and torch.is_grad_enabled():
+            raise InvalidUsage(
+                f"{unit.name} holds copies of its parameters, whose gradients no rank would get: leave the block of "
+                "summon_full_params, or use torch.no_grad()",
+                op="forward", rank=self.comm.rank,
+            )  # fmt: skip
         unit.sync_attributes()
         unit.drop_stale()
         unit.unshard()
@@ -169,7 +186,6 @@ class Scheduler:
         self._depth -= 1
         if self.is_recomputing:
             return
-        unit.check_not_written()
         wants_grad = torch.is_grad_enabled()
         if wants_grad and unit.requires_grad:
             self._awaiting[unit] = None
@@ -214,8 +230,8 @@ class Scheduler:
         self._begin_backward()
         self._expect_gradients(unit)
         if unit.unshard_in_backward:
-            unit.unshard(async_op=True)
-            unit.finish_gather()
+            with self._resetting_steps():
+                unit.unshard()  # a checkpointed part of the unit reads its parameters
             if unit.versions != versions:
                 raise InvalidUsage(
                     f"parameters of {unit.name} were written to after the forward of this backward, as by an "
@@ -264,10 +280,23 @@ class Scheduler:
             self._abandon_backward()
         self._in_backward, self._has_resharded = {}, False
         callback = _Backward(self)
-        self._backward = weakref.ref(callback)
+        self._backward = weakref.ref(callback, self._leave_backward)
+        self.step_count.begin_backward(self.comm)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        for reducer in self._reducers():
-            reducer.begin()
+
+    @contextlib.contextmanager
+    def _resetting_steps(self) -> Iterator[None]:
+        """Count steps anew after a `Mismatch`, which all ranks raise."""
+        try:
+            yield
+        except Mismatch:
+            self.step_count.reset()
+            raise
+
+    def _leave_backward(self, _reference) -> None:
+        """Have the modules hold their shards after an exception has left a backward."""
+        for unit in self._in_backward:
+            unit.to_sharded()
 
     def _finish(self, unit: Unit) -> None:
         """Reshard a unit that the backward needs no more, and reduce its gradients."""
@@ -278,7 +307,9 @@ class Scheduler:
             unit.reshard()
         if unit.reduces and unit.requires_grad:
             self._awaiting.pop(unit, None)
-            for param, is_used, is_new in unit.reduce():
+            with self._resetting_steps():
+                gradients = unit.reduce()
+            for param, is_used, is_new in gradients:
                 before = self._reduced.get(param, (False, is_new))
                 self._reduced[param] = is_used or before[0], before[1]
 
@@ -288,12 +319,16 @@ class Scheduler:
         in_backward, self._in_backward = self._in_backward, {}
         for unit in in_backward:
             unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
+            unit.to_sharded()
         if not self.is_last_backward:
             return
+        roots = {unit.root for unit in in_backward}
         for unit in list(self._awaiting):
-            self._finish(unit)
+            if unit.root in roots:  # those of other models have a backward of their own, or none
+                self._finish(unit)
         for unit in in_backward:
-            unit.reshard() if unit.reshard_after_backward else unit.to_sharded()
+            if unit.reshard_after_backward:
+                unit.reshard()
         self.side.join()
         self.offload.wait()
         reduced, self._reduced = self._reduced, {}
@@ -314,9 +349,10 @@ class Scheduler:
         """
         if not reduced or self.comm.device.type != "cpu":
             return
-        used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8)
+        used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8, device="cpu")
         if self.comm.size > 1:
-            self.comm.all_reduce(used, "max")
+            with tagged(_END_TAG, self.comm):
+                self.comm.all_reduce(used, "max")
         if used.all():
             return
         for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):

@@ -100,7 +100,7 @@ _form = _Form()
 
 
 @contextlib.contextmanager
-def _as_shards() -> Iterator[None]:
+def as_shards() -> Iterator[None]:
     before, _form.shards = _form.shards, True
     try:
         yield
@@ -243,7 +243,7 @@ def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False, rank0_on
     Raises:
         Mismatch, CollectiveTimeout, RemoteError: Other ranks don't call it; the message names the parameter.
     """
-    with _as_shards():
+    with as_shards():
         made = module.state_dict()
     gather_entries(module, made, to_cpu=offload_to_cpu, rank0_only=rank0_only)
     return made
@@ -287,8 +287,11 @@ def unsharded_params(
             whole = nn.Parameter(data, requires_grad=param.sharded.requires_grad)
             whole.grad = grad
             held.append((param, whole))
+    units = {unit for unit, _ in params}
     for param, whole in held:
         _hold(param, whole)
+    for unit in units:
+        unit.holds_copies = True
     try:
         with torch.enable_grad():
             yield
@@ -297,6 +300,8 @@ def unsharded_params(
             if with_grads and whole.grad is not None and param.sharded.grad is not None:
                 _write_back(param.sharded.grad, whole.grad)
     finally:
+        for unit in units:
+            unit.holds_copies = False
         for param, _ in held:
             _hold(param, param.sharded)
 
@@ -339,7 +344,7 @@ def get_model_state_dict(
     """
     full, to_cpu, rank0_only = _read_options(options, full_state_dict, cpu_offload, rank0_only)
     inner = inner_module(model)
-    with _as_shards():
+    with as_shards():
         made = inner.state_dict()
     if full:
         gather_entries(inner, made, to_cpu=to_cpu, rank0_only=rank0_only)
@@ -380,7 +385,7 @@ def set_model_state_dict(
     if options is not None:
         strict, broadcast_from_rank0 = options.strict, options.broadcast_from_rank0
     inner = inner_module(model)
-    with _as_shards():
+    with as_shards():
         own = inner.state_dict(keep_vars=True)
     keys = {clean_name(key): key for key in own}
     if broadcast_from_rank0:
@@ -520,7 +525,9 @@ def get_optimizer_state_dict(
 
     Args:
         full_state_dict: Whole tensors: a collective, which blocks.
-        cpu_offload, rank0_only, options: As of `get_model_state_dict`.
+        cpu_offload: As of `get_model_state_dict`.
+        rank0_only: As of `get_model_state_dict`.
+        options: As of `get_model_state_dict`.
 
     Raises:
         InvalidUsage: A parameter isn't the model's.
@@ -720,7 +727,7 @@ def _copy_distributed(own, local_state_dict: dict, keys: list[str], *args, **opt
 
 
 def _get_as_shards(own, *args, **options):
-    with _as_shards():
+    with as_shards():
         return own(*args, **options)
 
 

@@ -15,14 +15,17 @@ from torch import nn
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.step_count import count_steps, forget_steps
 from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
-from .param import ParamGroup, ShardedParam
+from .param import ParamGroup, ShardedParam, checksum
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
 from .reduction import ReduceStages, reduce
 from .scheduler import get_scheduler
 
 __all__ = ["Unit"]
+
+_COMPARED_FORWARDS = 3
 
 
 class Unit:
@@ -45,6 +48,7 @@ class Unit:
         mp_policy: As in `fully_shard`.
         offload_policy: As in `fully_shard`.
         block: As in `fully_shard`.
+        multiple: A number of elements of which a rank's part of a flat buffer is a multiple.
 
     Attributes:
         params: The parameters, `ShardedParam`.
@@ -87,6 +91,8 @@ class Unit:
             for members in kinds.values()
         ]  # fmt: skip
         self.params = [param for group in self.groups for param in group.params]
+        self.is_converted = True
+        self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
@@ -98,6 +104,7 @@ class Unit:
         self.prefetch_in_backward, self.prefetch_in_forward = True, False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.root = self.index  # of the outermost unit of the last forward
         # The backward in progress.
         self.backwards_left: int | None = None
         self.stays_gathered = False  # until a backward's end, since torch.func has transformed a forward
@@ -106,8 +113,11 @@ class Unit:
         self._works: list | None = None  # of a gather in progress
         self._gathered_event = None
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
+        self._forwards = 0  # that have been compared by checksums
+        self._sums: list[int] = []  # of the full parameters, as they were gathered
         self._full_versions: list[tuple[int, int]] = []
         self.is_unsharded = self.is_registered = False
+        self.holds_copies = False  # of whole parameters, in a block of `state.unsharded_params`
         for param in self.params:
             for holder, attribute in param.places:
                 holder._parameters[attribute] = param.sharded
@@ -165,9 +175,32 @@ class Unit:
                 param.sharded = held
                 for other, name in param.places[1:]:
                     other._parameters[name] = held
-        for group in self.groups:
-            group.rehome()
-        self.versions = ()
+        self.is_converted = all([group.rehome() for group in self.groups])
+        if self.is_converted:  # else conversions of other modules follow
+            self.versions = ()
+            self._count_steps()
+
+    def _check_converted(self) -> None:
+        """Raise `InvalidUsage` where a conversion has left parameters with several dtypes or devices."""
+        if not self.is_converted or any(group.shard.is_meta for group in self.groups):
+            self.rehome()  # modules inside may have got memory since
+        if not self.is_converted:
+            kinds = [f"{param.name} {param.local.dtype} {param.local.device}" for param in self.params]
+            raise InvalidUsage(
+                f"parameters of {self.name} have several dtypes or devices since a conversion, which all modules "
+                f"of the unit need: {', '.join(kinds)}"
+            )
+
+    def _count_steps(self) -> None:
+        """Count optimizers' steps. On the meta device later: torch can't swap weakly referenced parameters."""
+        params = [param.sharded for param in self.params if not param.sharded.is_meta]
+        count_steps(params, count=self.scheduler.step_count)
+
+    def prepare_conversion(self) -> None:
+        """Reshard, and let torch convert the sharded parameters; `rehome` comes after it."""
+        self.reshard()
+        self.is_converted = False
+        forget_steps(param.sharded for param in self.params)
 
     def sync_attributes(self) -> None:
         """Take over what users have set on the sharded parameters since the last forward."""
@@ -200,6 +233,7 @@ class Unit:
         Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
         """
         if not self.is_unsharded and self._works is None:
+            self._check_converted()
             if not self.scheduler.is_running:
                 self.scheduler.side.wait_for_current()
             comm = self.comm if self.neighbours is None else self.neighbours
@@ -240,6 +274,9 @@ class Unit:
                 param.register(param.full)
             self.is_registered = True
             self._full_versions = self._read_full()
+            if self._forwards < _COMPARED_FORWARDS and self.device.type == "cpu" and self.scheduler.is_running:
+                self._forwards += 1
+                self._sums = self._read_sums()
 
     def to_sharded(self) -> None:
         """Have the modules hold the shards, and keep the gathered buffers for the next `unshard`."""
@@ -303,16 +340,28 @@ class Unit:
         return [(param.full._version, param.full.data_ptr()) for param in self.params]
 
     def check_not_written(self) -> None:
-        """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter."""
-        if not self.frees_memory or not self.is_registered or self._full_versions == self._read_full():
+        """Raise `InvalidUsage`, by name, where a forward has written to a gathered parameter.
+
+        Autograd counts writes to a parameter. Those through ``.data``, which it doesn't count, are found
+        on the host in the first forwards, where checksums of the parameters are compared.
+        """
+        if not self.frees_memory or not self.is_registered:
             return
-        for param, before in zip(self.params, self._full_versions, strict=True):
-            if before != (param.full._version, param.full.data_ptr()):
-                raise InvalidUsage(
-                    f"the forward has written to {param.name} of {self.name}, and the reshard would lose it: leave out "
-                    "what does that (an Embedding's max_norm), write to a buffer, or give the parameter to "
-                    "ignored_params"
-                )
+        before, now = self._full_versions, self._read_full()
+        if before == now and self._sums:
+            before, now = self._sums, self._read_sums()
+        self._sums = []
+        if before == now:
+            return
+        written = next(param for param, old, new in zip(self.params, before, now, strict=True) if old != new)
+        raise InvalidUsage(
+            f"the forward has written to {written.name} of {self.name}, and the reshard would lose it: leave out what "
+            "does that (an Embedding's max_norm), write to a buffer, or give the parameter to ignored_params",
+            op="forward", rank=self.world.rank,
+        )  # fmt: skip
+
+    def _read_sums(self) -> list[int]:
+        return [checksum(param.full) for param in self.params]
 
     def gathered_storages(self) -> set[int]:
         """Return the addresses of the storages that a reshard empties."""
@@ -349,6 +398,9 @@ class Unit:
                 trainable = [param for param in group.params if param.sharded.requires_grad]
                 reduced += [(param, param.full.grad is not None, param.sharded.grad is None) for param in trainable]
                 self._reduce_group(group)
+        if self.reducer is not None:
+            with self.scheduler.side.after_current():
+                self.reducer.finish(self, reduced)
         return reduced
 
     def _reduce_group(self, group: ParamGroup) -> None:

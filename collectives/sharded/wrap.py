@@ -33,6 +33,7 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "parse_ignored",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "units_of",
@@ -41,32 +42,68 @@ __all__ = [
 
 
 def units_of(
-    module: nn.Module, policy, ignored_modules: Iterable[nn.Module] = (), ignored_params: Iterable[nn.Parameter] = ()
-) -> list[tuple[nn.Module, dict[str, Any]]]:
+    module: nn.Module, policy, ignored_modules: Iterable[nn.Module] = (), ignored_params: Iterable[nn.Parameter] = (),
+    *, also: tuple[type, ...] = (),
+) -> list[tuple[nn.Module, dict[str, Any]]]:  # fmt: skip
     """Return the submodules of which a policy makes units, with the settings that it has for each.
 
-    A submodule comes after all units inside it; the root isn't among them, whatever the policy
-    says. One that stands in several places comes once. `ignored_modules`, with all that is inside
-    them, are never units, and neither their parameters nor `ignored_params` count in
-    `nonwrapped_numel`. The settings are empty except with a policy that has some, such as
-    `CustomPolicy`. Changes nothing. Raises InvalidArgument for what is no policy.
+    A submodule comes after all units inside it. The root isn't among them, nor modules that are sharded
+    already, whatever the policy says. One that stands in several places comes once. Changes nothing.
+
+    Args:
+        module: The root.
+        policy: A wrap policy. None: no submodules.
+        ignored_modules: Modules that are never units, nor are those inside them, and whose parameters
+            don't count in `nonwrapped_numel`.
+        ignored_params: Parameters that don't count in it.
+        also: Classes of modules that are units, too.
+
+    Returns:
+        Pairs of a submodule and its settings: empty ones except with a policy that has some, such as
+        `CustomPolicy`.
+
+    Raises:
+        InvalidArgument: For what is no policy.
     """
     ignored = {part for one in ignored_modules for part in one.modules()}
+    found = {} if policy is None else _run(module, policy, ignored, ignored_params)
+    for one in module.modules():
+        if isinstance(one, also) and one not in ignored:
+            found.setdefault(one, {})
+    return [
+        (one, dict(found[one] or {}))
+        for one in _children_first(module)
+        if one in found and one is not module and not hasattr(one, "_unit")
+    ]
+
+
+def parse_ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], list[nn.Parameter]]:
+    """Return the modules, and the parameters, that FSDP1's ``ignored_modules`` and ``ignored_states`` name."""
+    modules, states = list(modules or ()), list(states or ())
+    parameters = [each for each in states if isinstance(each, nn.Parameter)]
+    modules += [each for each in states if isinstance(each, nn.Module)]
+    if not all(isinstance(each, nn.Module) for each in modules) or len(parameters) + len(modules) < len(states):
+        raise InvalidArgument("ignored_modules must be modules, ignored_states modules or parameters")
+    if module in modules:
+        raise InvalidArgument("ignored_modules holds the module itself: there is nothing left to shard")
+    return set(modules), parameters + [param for each in modules for param in each.parameters()]
+
+
+def _run(module: nn.Module, policy, ignored: set[nn.Module], ignored_params) -> dict[nn.Module, Any]:
     run_policy = getattr(policy, "_run_policy", None)
     if run_policy is None or isinstance(policy, type):
         _check_function(policy)
         not_counted = {id(one) for one in ignored_params} | {id(one) for part in ignored for one in part.parameters()}
-        found = dict.fromkeys(_PolicyWalk(policy, ignored, not_counted).inside(module))
-    else:
-        try:
-            found = run_policy(module, ignored, {})
-        except (TypeError, ValueError) as error:  # torch looks at a policy's arguments only here
-            raise InvalidArgument(f"{policy!r} can't choose units: {error}") from error
-        inside = set(module.modules())
-        strangers = [type(one).__name__ for one in found if one not in inside]
-        if strangers:
-            raise InvalidArgument(f"{policy!r} names modules that aren't in the model: {', '.join(strangers)}")
-    return [(one, dict(found[one] or {})) for one in _children_first(module) if one in found and one is not module]
+        return dict.fromkeys(_PolicyWalk(policy, ignored, not_counted).inside(module))
+    try:
+        found = run_policy(module, ignored, {})
+    except (TypeError, ValueError) as error:  # torch looks at a policy's arguments only here
+        raise InvalidArgument(f"{policy!r} can't choose units: {error}") from error
+    inside = set(module.modules())
+    strangers = [type(one).__name__ for one in found if one not in inside]
+    if strangers:
+        raise InvalidArgument(f"{policy!r} names modules that aren't in the model: {', '.join(strangers)}")
+    return dict(found)
 
 
 def _check_function(policy):

@@ -17,9 +17,9 @@ from unittest import mock
 which, folder, *everything = sys.argv[1:]
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / which))
 from collectives.gradients.ddp_reducer import DDPReducer  # noqa: E402
-from collectives.sharded.gradient_shard import GradientShard  # noqa: E402
+from collectives.sharded.param import ParamGroup  # noqa: E402
 
-right, right_of_shards = DDPReducer.reduce_bucket, GradientShard.set_gradients
+right, right_of_shards = DDPReducer.reduce_bucket, ParamGroup.store_grads
 
 
 def spoil(self, comm, bucket, buffer, last):
@@ -29,10 +29,10 @@ def spoil(self, comm, bucket, buffer, last):
     return future
 
 
-def spoil_shard(self, part, *rest):
+def spoil_shard(self, reduced):
     if self.ranks.world.rank == 1:
-        part[5] += 1.0
-    return right_of_shards(self, part, *rest)
+        reduced[5] += 1.0
+    return right_of_shards(self, reduced)
 
 
 def run(words, output):
@@ -42,7 +42,7 @@ def run(words, output):
     with contextlib.ExitStack() as stack:
         if spoils:
             stack.enter_context(mock.patch.object(DDPReducer, "reduce_bucket", spoil))
-            stack.enter_context(mock.patch.object(GradientShard, "set_gradients", spoil_shard))
+            stack.enter_context(mock.patch.object(ParamGroup, "store_grads", spoil_shard))
         told = stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout is ours
         assert told is sys.stderr
         try:

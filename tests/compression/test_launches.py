@@ -9,6 +9,7 @@ import torch
 from collectives.compression import Bucket, Scaling
 from collectives.compression.quantized import Quantized
 from collectives.kernels import execution
+from collectives.sharded.arena import Arena
 from collectives.sharded.quantized_gather import QuantizedAllGather
 from tests.ranks import run_ranks
 
@@ -37,11 +38,7 @@ def count_launches(ctx):
         found[wire] = launches(partial(quantized.reduce, comm, bucket, scaling))
         found[f"{wire}, scatter"] = launches(partial(quantized.reduce_scatter, comm, bucket, scaling, shard_numel))
     shard, out = torch.randn(5000), torch.empty(ctx.size * 5000)
-    found["gather"] = launches(
-        lambda: QuantizedAllGather("int8").gather(
-            comm, shard, out, lambda numel, dtype: torch.empty(numel, dtype=dtype), async_op=False
-        )
-    )
+    found["gather"] = launches(lambda: QuantizedAllGather("int8").gather(comm, shard, out, Arena(comm), async_op=False))
     return found
 
 

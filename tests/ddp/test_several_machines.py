@@ -2,14 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
 from collectives import optim
 from collectives.comm.multinode.comm import MultiNodeComm
 from collectives.rendezvous import process_groups as torch_groups
-from collectives.sharded import ModuleWrapPolicy, ShardedDataParallel
+from collectives.sharded import fully_shard
 from tests.ddp.training import make_model, run
 from tests.hosts import apart
 
@@ -25,7 +24,7 @@ def trained(model, optimizer, rank):
 
 
 def flat(model):
-    return torch.cat([value.detach().reshape(-1) for value in model.state_dict().values()])
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
 
 
 def steps(ctx, path, nodes):
@@ -42,9 +41,11 @@ def steps(ctx, path, nodes):
                 found.append(flat(net))
             comm = torch_groups.get_communicator(dist.group.WORLD, torch.device("cpu"))
             net = make_model()
-            model = ShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+            for layer in net[::2]:
+                fully_shard(layer)
+            model = fully_shard(net)
             trained(model, optim.SGD(model.parameters(), lr=0.1), ctx.rank)
-            found.append(flat(model))
+            found.append(torch.cat([param.full_tensor().reshape(-1) for param in model.parameters()]))
             buckets = collectives.GradientBuckets(make_model().named_parameters(), comm=comm)
             buckets.close()
             dist.barrier()

@@ -32,7 +32,7 @@ from collectives.horovod import message_table, request_exchange
 from collectives.horovod import messages as requests
 from collectives.rendezvous import peers, rounds, store
 from collectives.rendezvous.launcher_store import LauncherStore
-from collectives.sharded.state import checkpointer
+from collectives.sharded import checkpointer
 from tests.faults.fuzz import Target
 from tests.faults.mutations import mutate, mutate_bytes, mutate_keyed
 from tests.variables import variables

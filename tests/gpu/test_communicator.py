@@ -7,7 +7,7 @@ import torch
 
 from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
 from collectives.gradients.streams import CommStream
-from collectives.sharded.streams import on_side_stream
+from collectives.sharded.streams import SideStream
 from tests.comm.test_communicator_ranks import every_operation
 from tests.gpu.devices import check, compare, everywhere, on
 
@@ -239,7 +239,7 @@ def priorities(place):
     comm.all_reduce(tensor, async_op=True).wait()
     comm.all_reduce(tensor, algorithm="ring")
     streams = [comm._queue._side_stream, *comm._algorithms._streams, CommStream(comm, "lane 0").stream]
-    with on_side_stream(place.device, "store"):
+    with SideStream(place.device).ordered_alone():
         streams.append(torch.cuda.current_stream())
     found = [stream.priority for stream in streams], torch.cuda.current_stream().priority
     comm.close()

@@ -91,8 +91,7 @@ EVERYDAY = {"FULL_SHARD", "SHARD_OPTIMIZER", "NO_SHARD", "fully_shard", "HSDP", 
 
 def whole(model):
     """Give the full parameters, in the model's order."""
-    with ShardedDataParallel.summon_full_params(model, writeback=False):
-        return [param.detach().clone().cpu() for param in model.parameters()]
+    return [param.full_tensor().detach().cpu() for param in model.parameters()]
 
 
 def train(rank, model, optimizer, steps=STEPS):
@@ -221,14 +220,14 @@ def test_grad_scaler(device, ranks):
 # torch's own collectives gather DTensors: over Gloo they crash for tensors on a GPU (torch 2.11).
 @in_group(backend="collectives")
 def saved(rank, case):
-    """A model and its AdamW go on from state dicts of shards, or of DTensors."""
+    """A model and its AdamW go on from state dicts of shards, or of full tensors."""
     options = {"offload_policy": CPUOffloadPolicy()} if case == "offloaded" else {}
-    dtensors = case == "DTensors"
+    full = {"full_state_dict": case == "full"}
     model = by_units(rank, make_terms(rank.device), **options)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(rank, model, optimizer, 2)
-    weights = sharded.get_model_state_dict(model, use_dtensor=dtensors)
-    state = sharded.get_optimizer_state_dict(model, optimizer, use_dtensor=dtensors)
+    weights = sharded.get_model_state_dict(model, **full)
+    state = sharded.get_optimizer_state_dict(model, optimizer, **full)
     again = by_units(rank, make_terms(rank.device), **options)
     with torch.no_grad():
         for param in again.parameters():
@@ -239,7 +238,7 @@ def saved(rank, case):
     return train(rank, model, optimizer, 2), train(rank, again, its, 2)
 
 
-@everywhere(["on the device", "offloaded", "DTensors"], everyday=["offloaded", "DTensors"])
+@everywhere(["on the device", "offloaded", "full"], everyday=["offloaded", "full"])
 def test_state_dicts(device, ranks, case):
     for ours, again in check(device, saved, ranks, case):
         compare(again, ours)

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,21 +45,24 @@ class Counted(TorchDispatchMode):
         self.most = self.now
 
     def _take(self, storage) -> None:
+        if storage.nbytes():
+            self._known.setdefault(storage._cdata, StorageWeakRef(storage))
         self._sweep()
-        nbytes = storage.nbytes()
-        if not nbytes or storage._cdata in self._known:
-            return
-        self._known[storage._cdata] = (StorageWeakRef(storage), nbytes)
-        self.now += nbytes
         self.most = max(self.most, self.now)
 
     def _sweep(self) -> None:
-        for key, (reference, nbytes) in list(self._known.items()):
-            if reference.expired():
+        """Count what is alive: a storage may have other memory than when it was made."""
+        self.now = 0
+        for key, reference in list(self._known.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
                 del self._known[key]
-                self.now -= nbytes
+            else:
+                self.now += storage.nbytes()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # the operations on local parts come here next
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         given = {_address(leaf) for leaf in tree_leaves((args, kwargs))}

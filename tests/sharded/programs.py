@@ -81,6 +81,18 @@ def differences(ours, theirs, rtol=1e-4, atol=1e-6):
     return wrong
 
 
+def averaged(ctx, reference, backward):
+    """Return the gradients of one process: the average of `backward(model, rank)` over the ranks."""
+    total = {name: None for name, _ in reference.named_parameters()}
+    for rank in range(ctx.size):
+        reference.zero_grad()
+        backward(reference, rank)
+        for name, param in reference.named_parameters():
+            if param.grad is not None:
+                total[name] = param.grad / ctx.size + (0 if total[name] is None else total[name])
+    return total
+
+
 def train_both(ctx, make, shard, loss=loss_of, *, steps=3, tolerance=(1e-4, 1e-6), clip=None):
     """Train a sharded model, and an unsharded one on all ranks' batches; return what differs.
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from collectives.comm.shared_memory_pool import SharedMemoryPool
 from collectives.errors import EngineUnavailable, InvalidArgument, InvalidUsage
 from collectives.rendezvous.process_groups import get_communicator
 from collectives.sharded import fsdp2
@@ -237,7 +238,7 @@ def test_a_forked_child_takes_nothing_of_its_parent():
         return made[-1]
 
     comm = types.SimpleNamespace(empty=empty)
-    pool = fsdp2.BufferPool()
+    pool = SharedMemoryPool()
     block = pool.allocate(comm, 100_000, torch.uint8)
     address = block.data_ptr()
     del block

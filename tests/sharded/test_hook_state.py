@@ -6,23 +6,18 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import collectives
 from collectives import HookState
-from collectives.errors import InvalidArgument, InvalidUsage
+from collectives.errors import InvalidArgument, InvalidUsage, Mismatch
 from collectives.layout import WIRE_FORMATS
-from collectives.sharded import (
-    MixedPrecisionPolicy,
-    ShardedDataParallel,
-    ShardedGradScaler,
-    ShardingStrategy,
-    fully_shard,
-    get_optimizer_state_dict,
-)
-from collectives.sharded.module import units_in
+from collectives.sharded import MixedPrecisionPolicy, fully_shard
+from collectives.sharded.managed_params import units_in
 from tests.ddp.training import Branches, loss_of, make_model, over_gloo, run
 
 
@@ -34,29 +29,21 @@ def shard(state, model=None, **options):
     return fully_shard(model, hook_state=state, **options)  # whose own parameters are the last layer's
 
 
-def hooked(state):
-    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=25)
-    ddp.register_comm_hook(state, collectives.fused_allreduce)
-    return ddp
-
-
 def full(model):
-    """Return the parameters as their owners have them."""
-    found = []
-    for unit in units_in(model):
-        for group in unit.groups:
-            whole = group.flat
-            if unit.ranks.shard is not None:
-                whole = torch.empty(group.unsharded_numel, dtype=group.dtype)
-                unit.ranks.shard.all_gather(whole, group.flat)
-            found += [whole[param.offset :][: param.count].view(param.shape).clone() for param in group.params]
-    return found
+    """Return the parameters by name, as their owners have them."""
+    return {
+        name: param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach().clone()
+        for name, param in model.named_parameters()
+    }
 
 
-def by_unit(ddp):
-    """Return DDP's parameters in the order of `full`."""
-    layers = [ddp.module[6], ddp.module[0], ddp.module[2], ddp.module[4]]
-    return [param.detach().clone() for layer in layers for param in layer.parameters()]
+def same(*models):
+    first, *others = (model if isinstance(model, dict) else full(model) for model in models)
+    return all(torch.equal(first[name], each[name]) for each in others for name in first)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 def adamw(params):
@@ -69,6 +56,15 @@ def train(model, optimizer, rank, steps=3):
         loss_of(model, step, rank).backward()
         optimizer.step()
 
+
+def stepped(state, **options):
+    """Return a model that its state's optimizer steps in the backward."""
+    model = shard(state, **options)
+    state.optimizer = adamw(model.parameters())
+    return model
+
+
+# ---- As over DDP.
 
 OPTIONS = [
     {},
@@ -89,37 +85,37 @@ def options_for(ranks):
 def against_ddp(ctx):
     rows = []
     for options in options_for(ctx.size):
-        theirs, ours, fused = states = [HookState(**options) for _ in range(3)]
-        for state in states:
-            state.grad_scaler = False  # it would be looked for
-        ddp = hooked(theirs)
-        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), ctx.rank)
-        model = shard(ours)
-        train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), ctx.rank)
-        stepped = shard(fused)
-        fused.optimizer = collectives.optim.SGD(stepped.parameters(), lr=0.1, momentum=0.9)
-        train(stepped, fused.optimizer, ctx.rank)
-        assert all(param.grad is None for param in stepped.parameters())
-        rows.append((by_unit(ddp), full(model), full(stepped), theirs, ours, fused))
-    return [
-        (*parts, *((state.grad_norm, state.nonfinite, state.bytes_on_wire, state.stats()) for state in states))
-        for *parts, a, b, c in rows
-        for states in [(a, b, c)]
-    ]
+        states = [HookState(grad_scaler=False, **options) for _ in range(3)]
+        ddp = DistributedDataParallel(make_model(), bucket_cap_mb=25)
+        ddp.register_comm_hook(states[0], collectives.fused_allreduce)
+        train(ddp, sgd(ddp.parameters()), ctx.rank)
+        model = shard(states[1])
+        train(model, sgd(model.parameters()), ctx.rank)
+        fused = shard(states[2])
+        states[2].optimizer = collectives.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
+        train(fused, states[2].optimizer, ctx.rank)
+        assert all(param.grad is None for param in fused.parameters())
+        if not options:
+            plain = shard(None)
+            train(plain, sgd(plain.parameters()), ctx.rank)
+            assert same(plain, model)
+        found = [(state.grad_norm, state.nonfinite, state.bytes_on_wire, state.stats()) for state in states]
+        rows.append(([full(each) for each in (ddp.module, model, fused)], found))
+    return rows
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_as_over_ddp(ranks, tmp_path):
     for rows in run(against_ddp, ranks, tmp_path / "store"):
-        for options, (theirs, ours, stepped, known, found, fused) in zip(options_for(ranks), rows, strict=True):
-            exact = options.get("wire") is None and "max_norm" not in options
-            for a, b, c in zip(theirs, ours, stepped, strict=True):
-                if exact:
-                    assert torch.equal(a, b), options
-                else:  # DDP's blocks and norms begin elsewhere, and its wires round the sum as well
+        for options, (models, (known, found, fused)) in zip(options_for(ranks), rows, strict=True):
+            for name, theirs in models[0].items():
+                if "wire" in options or "max_norm" in options:
+                    # DDP's blocks and norms begin elsewhere, and its wires round the sum as well.
                     close = 1e-6 if "wire" not in options else 2e-2
-                    torch.testing.assert_close(b, a, rtol=0, atol=close, msg=str(options))
-                assert torch.equal(b, c), options  # torch.optim.SGD's foreach form
+                    torch.testing.assert_close(models[1][name], theirs, rtol=0, atol=close, msg=str(options))
+                else:
+                    assert torch.equal(models[1][name], theirs), options
+            assert same(*models[1:]), options  # torch.optim.SGD's foreach form
             if "max_norm" in options:
                 assert found[0] == pytest.approx(known[0], rel=1e-6 if "wire" not in options else 0.02)
                 assert fused[0] == found[0]
@@ -130,60 +126,68 @@ def test_as_over_ddp(ranks, tmp_path):
                 assert abs(found[2] - known[2] / 2) < 64 * ranks * 4  # half of an all-reduce, and padding
 
 
-def gradients_of(ctx, step, ranks):
-    """Return each rank's own full gradients of one unsharded step."""
-    found = []
-    for rank in range(ranks):
-        model = make_model()
-        loss_of(model, step, rank).backward()
-        found.append([param.grad for layer in (6, 0, 2, 4) for param in model[layer].parameters()])
-    return found
+# ---- Error feedback.
 
 
 @over_gloo
 def feed_back(ctx):
     state = HookState(wire="int8", error_feedback=True)
     model = shard(state)
-    sums = [torch.zeros_like(param) for param in full(model)]
+    sums = {name: torch.zeros_like(param) for name, param in full(model).items()}
     for _ in range(3):
         model.zero_grad()
         loss_of(model, 0, ctx.rank).backward()
-        units = [group for unit in units_in(model) for group in unit.groups]
-        whole = []
-        for group in units:
-            flat = torch.empty(group.unsharded_numel)
-            ctx.communicator().all_gather(flat, group.gradients.flat)
-            whole += [flat[param.offset :][: param.count].view(param.shape) for param in group.params]
-        for total, each in zip(sums, whole, strict=True):
-            total += each
+        for name, param in model.named_parameters():
+            sums[name] += param.grad.full_tensor()
     kept = pickle.loads(pickle.dumps(state)).compressor.state_dict()["residuals"]
-    mean = state.state_dict()["wire"]["residuals"]
     saved = state.state_dict()
-    references = [weakref.ref(param.shard) for unit in units_in(model) for param in unit.params]
-    references += [weakref.ref(param.full) for unit in units_in(model) for param in unit.params]
-    del model, units, group
+    references = [weakref.ref(each) for unit in units_in(model) for p in unit.params for each in (p.sharded, p.full)]
+    del model, param
     gc.collect()
     assert [each() for each in references] == [None] * 16
     again = HookState(wire="int8", error_feedback=True)
     again.load_state_dict(saved)
     other = shard(again)
     loss_of(other, 0, ctx.rank).backward()
-    taken = again.compressor.residuals.unclaimed_names()
-    return sums, kept, mean, gradients_of(ctx, 0, ctx.size), taken
+    assert again.compressor.residuals.unclaimed_names() == []
+    grads = []
+    for rank in range(ctx.size):
+        alone = make_model()
+        loss_of(alone, 0, rank).backward()
+        grads.append({name: param.grad for name, param in alone.named_parameters()})
+    return sums, kept, saved, grads
+
+
+@over_gloo
+def go_on(ctx, saved):
+    """Go on with the state of more ranks: residuals that one rank has are applied."""
+    state = HookState(wire="int8", error_feedback=True)
+    state.load_state_dict(saved)
+    model, plain = shard(state), make_model()
+    for each in (model, plain):
+        loss_of(each, 0, 0).backward()
+    return {
+        name: param.grad.full_tensor() - other.grad
+        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True)
+    }
 
 
 def test_error_feedback_carries_over(tmp_path):
-    results = run(feed_back, 2, tmp_path / "store")
-    (sums, kept, mean, grads, taken), (_, others, *_) = results
-    names = [f"{layer}.{name}" for layer in (6, 0, 2, 4) for name in ("weight", "bias")]
-    assert sorted(kept) == sorted(mean) == sorted(names) and taken == []
-    for at, (name, total) in enumerate(zip(names, sums, strict=True)):
-        owed = sum(each[at] for each in grads) * 3 / 2
+    (sums, kept, saved, grads), (_, others, *_) = run(feed_back, 2, tmp_path / "store")
+    mean = saved["wire"]["residuals"]
+    assert kept.keys() == mean.keys() == sums.keys()
+    for name, total in sums.items():
+        owed = sum(each[name] for each in grads) * 3 / 2
         # Applied gradients and residuals add up to all gradients.
         residual = (kept[name] + others[name]).view(total.shape) / 2
         torch.testing.assert_close(total + residual, owed, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(mean[name], (kept[name] + others[name]) / 2)
         assert (total - owed).abs().max() > 1e-6  # int8 does lose
+    for name, applied in run(go_on, 1, tmp_path / "alone", saved)[0].items():
+        torch.testing.assert_close(applied.view(-1), mean[name], rtol=1e-4, atol=1e-6)
+
+
+# ---- Quantized all-gathers.
 
 
 @over_gloo
@@ -192,33 +196,33 @@ def gather_in_fewer_bits(ctx):
     for name in ("bf16", "int8", "fp8_e4m3"):
         state = HookState(gather=name)
         model = shard(state, reshard_after_forward=False)
-        masters = full(model)
-        seen = []
-        for module in (model, model[0], model[2], model[4]):
-            module.unshard()
-            seen += [param.detach().clone() for param in module._parameters.values()]
-            seen += [] if module is not model else [param.detach().clone() for param in model[6].parameters()]
-            module._unit.reshard(write_back=True)  # what was not written to stays
-        assert all(map(torch.equal, masters, full(model)))
+        masters, seen = full(model), {}
+        for unit in units_in(model):
+            with unit.unsharded(write_back=True):  # what was not written to stays
+                for prefix, part in model.named_modules():
+                    seen |= {
+                        f"{prefix}.{key}": param.detach().clone()
+                        for key, param in part._parameters.items()
+                        if not hasattr(param, "full_tensor")
+                    }
+        assert same(masters, model)
         with torch.no_grad(), model[0]._unit.unsharded(write_back=True):
             model[0].bias[:2] = 7.0
-        changed = model[0]._unit.params[1]
-        after = full(model)[[param for unit in units_in(model) for param in unit.params].index(changed)]
-        assert after[:2].tolist() == [7.0, 7.0]
-        optimizer = adamw(model.parameters())
-        train(model, optimizer, ctx.rank, 2)
+        assert full(model)["0.bias"][:2].tolist() == [7.0, 7.0]
+        train(model, adamw(model.parameters()), ctx.rank, 2)
         rows[name] = masters, seen, state.stats()["bytes_gathered"]
+    with pytest.raises(InvalidUsage, match="leave HookState's gather out"):
+        model.set_custom_all_gather(lambda *args: None)
     models = [shard(HookState(gather="int8"), reshard_after_forward=keep) for keep in (True, False)]
     for model in models:
         train(model, adamw(model.parameters()), ctx.rank, 2)
-    assert all(map(torch.equal, *map(full, models)))  # padding has no influence
+    assert same(*models)  # padding has no influence
     # bf16 parameters with gather="bf16": no quantized all-gather, and the same bits as without.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    state = HookState(gather="bf16")
-    models = [shard(each, mp_policy=policy) for each in (None, state)]
+    models = [shard(state, mp_policy=policy) for state in (None, HookState(gather="bf16"))]
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), ctx.rank, 2)
-    assert all(map(torch.equal, *map(full, models)))
+    assert same(*models)
     return rows
 
 
@@ -226,18 +230,21 @@ def test_parameters_are_gathered_in_fewer_bits(tmp_path):
     first, second = run(gather_in_fewer_bits, 2, tmp_path / "store")
     for name, (masters, seen, sent) in first.items():
         wire = WIRE_FORMATS[name]
-        limit = max(param.abs().max() for param in masters)
-        for exact, given, theirs in zip(masters, seen, second[name][1], strict=True):
-            assert torch.equal(given, theirs)  # all ranks compute with the same values, the owner too
+        limit = max(param.abs().max() for param in masters.values())
+        assert masters.keys() == seen.keys() and sent > 0
+        for key, exact in masters.items():
+            assert torch.equal(seen[key], second[name][1][key])  # all ranks compute with the same values, the owner too
             s = limit / wire.limit if wire.scaled else 1.0
-            assert ((exact - given).abs() <= wire.relative * exact.abs() + wire.absolute * s + 1e-9).all()
-            assert not torch.equal(exact, given)
-        assert sent > 0
+            assert ((exact - seen[key]).abs() <= wire.relative * exact.abs() + wire.absolute * s + 1e-9).all()
+            assert not torch.equal(exact, seen[key])
+
+
+# ---- GradScalers.
 
 
 @over_gloo
 def scaled(ctx):
-    """GradScalers: one rank alone has a non-finite gradient in its shard; all ranks skip the step."""
+    """One rank alone has a non-finite gradient in its shard; all ranks skip the step."""
     rows = []
     for make, fused, options in (
         (lambda params: torch.optim.AdamW(params, lr=1e-2), False, {}),
@@ -245,69 +252,67 @@ def scaled(ctx):
         (adamw, True, {"max_norm": 0.1}),
         (adamw, True, {}),
     ):
-        for scaler in (
-            torch.amp.GradScaler("cpu", init_scale=1024.0),
-            ShardedGradScaler("cpu", init_scale=1024.0, process_group=None),
-        ):
-            state = HookState(**options)
-            model = shard(state)
-            optimizer = make(model.parameters())
-            if fused:
-                state.optimizer = optimizer
-            state.grad_scaler = scaler
-            reference = make_model()
-            other = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-            for step in range(4):
-                optimizer.zero_grad()
-                loss = loss_of(model, step, ctx.rank)
-                scaler.scale(loss).backward()
-                if step == 1:
-                    if ctx.rank == ctx.size - 1:
-                        next(p for p in model.parameters() if p.grad is not None and p.numel()).grad.view(-1)[0] = (
-                            torch.inf
-                        )
-                    before = full(model)
-                scaler.step(optimizer)
-                scaler.update()
-                if step == 1:
-                    assert all(map(torch.equal, before, full(model)))
-                    continue
-                other.zero_grad()
-                sum(loss_of(reference, step, rank) / ctx.size for rank in range(ctx.size)).backward()
-                if "max_norm" in options:
-                    nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-                other.step()
-            found = full(model)
-            wanted = [param for layer in (6, 0, 2, 4) for param in reference[layer].parameters()]
-            for a, b in zip(wanted, found, strict=True):
-                torch.testing.assert_close(b, a.detach(), rtol=1e-4, atol=1e-5)
-            rows.append((found, scaler.get_scale()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        state = HookState(grad_scaler=scaler, **options)
+        model, reference = shard(state), make_model()
+        optimizer, other = make(model.parameters()), torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        if fused:
+            state.optimizer = optimizer
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, ctx.rank)).backward()
+            if step == 1:
+                before = full(model)
+                if ctx.rank == ctx.size - 1:
+                    parts = [param.grad._local_tensor for param in model.parameters()]
+                    next(part for part in parts if part.numel()).view(-1)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 1:
+                assert same(before, model)
+                continue
+            other.zero_grad()
+            sum(loss_of(reference, step, rank) / ctx.size for rank in range(ctx.size)).backward()
+            if "max_norm" in options:
+                nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            other.step()
+        for name, value in full(model).items():
+            torch.testing.assert_close(value, reference.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+        rows.append((full(model), scaler.get_scale()))
     return rows
 
 
 def test_scalers_agree(tmp_path):
-    first, second = run(scaled, 2, tmp_path / "store")
-    for (ours, scale), (theirs, other) in zip(first, second, strict=True):
-        assert all(map(torch.equal, ours, theirs)) and scale == other == 512.0
+    for (ours, scale), (theirs, other) in zip(*run(scaled, 2, tmp_path / "store"), strict=True):
+        assert same(ours, theirs) and scale == other == 512.0
+
+
+# ---- The optimizer in the backward.
 
 
 @over_gloo
 def steps_in_backward(ctx):
     unused_branches(ctx)
     steps_that_are_left_out(ctx)
+    frees_memory(ctx)
     frozen_parameters(ctx)
     strategies_with_max_norm(ctx)
+    pickled(ctx)
     refused_states(ctx)
     return True
 
 
-def unused_branches(ctx):
-    """Unused branches; the optimizer's state by names; what optimizer.step() and DDP refuse."""
-    state = HookState()
+def branches(state):
     model = Branches()
     for branch in model.branches:
         fully_shard(branch, hook_state=state)
-    fully_shard(model, hook_state=state)
+    return fully_shard(model, hook_state=state)
+
+
+def unused_branches(ctx):
+    """Unused branches; the optimizer's state; what optimizer.step() and DDP refuse."""
+    state = HookState()
+    model = branches(state)
     state.optimizer = optimizer = adamw(model.parameters())
     plain = Branches()
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
@@ -315,53 +320,50 @@ def unused_branches(ctx):
     other = adamw(ddp.parameters())
     with pytest.raises(InvalidUsage, match="no synchronised backward"):
         optimizer.step()
-    for each, steps in ((model, optimizer), (ddp, other)):
-        for step in range(3):
-            steps.zero_grad()
-            loss_of(each, step, ctx.rank).backward()
-            steps.step()
-    trunk = [plain.trunk, *plain.branches]
-    assert all(map(torch.equal, full(model), [param for layer in trunk for param in layer.parameters()]))
-    check_optimizer_state(model, state, other)
+    train(model, optimizer, ctx.rank)
+    train(ddp, other, ctx.rank)
+    assert same(model, plain)
+    check_optimizer_state(state, other)
     model.set_requires_gradient_sync(False)
     loss_of(model, 3, ctx.rank).backward()
     model.set_requires_gradient_sync(True)
     with pytest.raises(InvalidUsage, match="no synchronised backward"):
         optimizer.step()
-    with pytest.raises(InvalidUsage, match="stepped inside of the backward"):
+    with pytest.raises(InvalidUsage, match="has used the gradients in the backward"):
         model.clip_grad_norm_(1.0)
     with pytest.raises(InvalidUsage, match="serves sharded modules"):
         collectives.fused_allreduce(state, None)
+    with pytest.raises(InvalidUsage, match="reduced as its HookState says"):
+        model.set_all_reduce_hook(lambda grad: None)
 
 
-def check_optimizer_state(model, state, other):
-    """The state is that of DDP's optimizer `other`, and another sharded model loads it."""
-    whole = state.optimizer_state_dict()
-    wanted = other.state_dict()["state"]
+def check_optimizer_state(state, other):
+    """The state is that of DDP's optimizer `other`, and another sharded model loads it, and its own part."""
+    whole, wanted = state.optimizer_state_dict(), other.state_dict()["state"]
+    assert whole["state"].keys() == wanted.keys()
     for number, each in whole["state"].items():
         assert all(torch.equal(value, wanted[number][key]) for key, value in each.items())
-    again = HookState()
-    copy = Branches()
-    for branch in copy.branches:
-        fully_shard(branch, hook_state=again)
-    fully_shard(copy, hook_state=again)
-    again.optimizer = adamw(copy.parameters())
-    assert len(get_optimizer_state_dict(copy, again.optimizer)["state"]) == 6  # begins what no step has begun
-    again.load_optimizer_state_dict(whole)
-    for param, mine in zip(copy.parameters(), model.parameters(), strict=True):
-        for key, value in state.optimizer.state[mine].items():
-            assert torch.equal(again.optimizer.state[param][key], value)
+    for saved in (whole, state.optimizer_state_dict(full=False)):
+        again = HookState()
+        again.optimizer = adamw(branches(again).parameters())
+        again.load_optimizer_state_dict(pickle.loads(pickle.dumps(saved)))
+        found = again.optimizer_state_dict()["state"]
+        assert all(torch.equal(found[n][key], value) for n, each in wanted.items() for key, value in each.items())
 
 
 def steps_that_are_left_out(ctx):
     """Non-finite gradients leave the step out; backwards that come in parts are refused."""
     state = HookState(check_finite=True)
-    model = shard(state)
-    state.optimizer = optimizer = adamw(model.parameters())
+    model = stepped(state)
     before = full(model)
     (loss_of(model, 0, ctx.rank) * (torch.inf if ctx.rank else 1.0)).backward()
-    optimizer.step()
-    assert all(map(torch.equal, before, full(model))) and state.nonfinite > 0
+    state.optimizer.step()
+    assert same(before, model) and state.nonfinite > 0
+    state = HookState()
+    model = stepped(state)
+    loss_of(model, 0, ctx.rank).backward()
+    with pytest.raises(InvalidUsage, match=r"call optimizer.step\(\) in between"):
+        loss_of(model, 0, ctx.rank).backward()
     state = HookState()
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(12, 12), hook_state=state)), hook_state=state)
     state.optimizer = adamw(model.parameters())
@@ -370,11 +372,30 @@ def steps_that_are_left_out(ctx):
         x = checkpoint(model[0], x, use_reentrant=True)
     with pytest.raises(InvalidUsage, match="use_reentrant=True"):
         x.sum().backward()
+    model.reset_iter_state()
+
+
+def frees_memory(ctx):
+    """A unit is stepped, and its gradients are freed, before the backward of the unit before begins."""
+    state = HookState()
+    model = stepped(state)
+    weight, seen = model[4].weight, []
+    before = weight._local_tensor.clone()
+
+    def see(*_):
+        seen.append((weight.grad, model[4]._unit.is_unsharded, weight._local_tensor.clone()))
+
+    model[2].register_full_backward_hook(see)
+    loss_of(model, 0, ctx.rank).backward()
+    ((grad, is_unsharded, value),) = seen
+    assert grad is None and not is_unsharded and not torch.equal(before, value)
+    state.optimizer.step()
+    assert torch.equal(value, weight._local_tensor)
 
 
 def frozen_parameters(ctx):
     found = []
-    for fused in (True, False):  # frozen parameters are needed after the gradients of the others
+    for fused in (True, False):
         state, model = HookState(), make_model()
         model[2].requires_grad_(False)
         fully_shard(model, hook_state=state)
@@ -383,20 +404,36 @@ def frozen_parameters(ctx):
             state.optimizer = optimizer
         train(model, optimizer, ctx.rank, 2)
         found.append(full(model))
-    assert all(map(torch.equal, *found))
+    assert same(*found)
 
 
 def strategies_with_max_norm(ctx):
     found = []
-    for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER", "NO_SHARD"):
+    for shape, options in ((None, {}), (None, {"reshard_after_forward": False}), ((ctx.size, 1), {})):
+        mesh = None if shape is None else init_device_mesh("cpu", shape)
         state = HookState(max_norm=0.1)
-        model = ShardedDataParallel(make_model(), sharding_strategy=ShardingStrategy[strategy], hook_state=state)
-        state.optimizer = adamw(model.parameters())
+        model = stepped(state, mesh=mesh, **options)
         train(model, state.optimizer, ctx.rank, 2)
-        found.append(full(model))
-    for one, two, three in zip(*found, strict=True):
-        assert torch.equal(one, two)
-        torch.testing.assert_close(one, three)  # the norm is added up from other shards
+        found.append((full(model), state.grad_norm))
+    (one, norm), (two, _), (three, other) = found
+    assert same(one, two) and other == pytest.approx(norm, rel=1e-6)
+    for name, value in one.items():
+        torch.testing.assert_close(value, three[name])  # the norm is added up from other shards
+
+
+def pickled(ctx):
+    """A pickled state goes on with all bits."""
+    state = HookState(wire="int8", error_feedback=True)
+    model = stepped(state)
+    train(model, state.optimizer, ctx.rank)
+    again = pickle.loads(pickle.dumps(state))
+    copy = make_model()
+    copy.load_state_dict(full(model))
+    copy = shard(again, copy)
+    again.optimizer = adamw(copy.parameters())
+    for each, its in ((model, state), (copy, again)):
+        train(each, its.optimizer, ctx.rank, 2)
+    assert same(model, copy) and again.stats()["backwards"] == 5
 
 
 def refused_states(ctx):
@@ -411,12 +448,55 @@ def refused_states(ctx):
         fully_shard(make_model(), hook_state="int8")
     with pytest.raises(InvalidUsage, match="state.optimizer"):
         fully_shard(make_model(), hook_state=HookState(optimizer=adamw(make_model().parameters())))
-    with pytest.raises(InvalidUsage, match="wire='int8'|wire='fp32'"):
+    with pytest.raises(Mismatch, match="wire='int8'|wire='fp32'"):
         fully_shard(make_model(), hook_state=HookState(wire="int8" if ctx.rank else "fp32"))
+    group = dist.new_group([0])
+    if ctx.rank == 0:
+        with pytest.raises(InvalidUsage, match="names its ranks"):
+            fully_shard(
+                make_model(), hook_state=HookState(process_group=group), mesh=init_device_mesh("cpu", (ctx.size,))
+            )
+    else:
+        init_device_mesh("cpu", (ctx.size,))
+    state = HookState()
+    model = shard(state)
+    state.optimizer = adamw(list(model.parameters())[:-1])
+    with pytest.raises(InvalidArgument, match="doesn't have 6.bias"):
+        loss_of(model, 0, ctx.rank).backward()
+    model.reset_iter_state()
 
 
 def test_the_step_in_backward(tmp_path):
     assert run(steps_in_backward, 2, tmp_path / "store") == [True, True]
+
+
+@over_gloo
+def over_replicas(ctx):
+    """Two shards by two replicas: the bits, and the norm, of DDP; wires."""
+    rows = []
+    for options in ({}, {"max_norm": 0.1}, {"wire": "int8", "error_feedback": True}):
+        states = [HookState(**options) for _ in range(3)]
+        ddp = DistributedDataParallel(make_model(), bucket_cap_mb=25)
+        ddp.register_comm_hook(states[0], collectives.fused_allreduce)
+        train(ddp, adamw(ddp.parameters()), ctx.rank)
+        mesh = init_device_mesh("cpu", (2, 2))
+        model, fused = shard(states[1], mesh=mesh), stepped(states[2], mesh=mesh)
+        train(model, adamw(model.parameters()), ctx.rank)
+        train(fused, states[2].optimizer, ctx.rank)
+        assert same(model, fused)
+        rows.append(([full(ddp.module), full(model)], states[0].grad_norm, states[2].grad_norm))
+    return rows
+
+
+def test_replicas(tmp_path):
+    results = run(over_replicas, 4, tmp_path / "store")
+    for (models, known, norm), *others in zip(*results, strict=True):
+        assert all(same(models[1], each[0][1]) for each in others)
+        assert norm == (known if known is None else pytest.approx(known, rel=1e-6))
+    (plain, *_), (clipped, *_), _ = results[0]
+    assert same(*plain)
+    for name, value in clipped[0].items():
+        torch.testing.assert_close(clipped[1][name], value, rtol=0, atol=1e-5)
 
 
 def test_gather_is_checked():

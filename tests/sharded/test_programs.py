@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.sharded.programs import (
     Block,
     Net,
+    averaged,
     batch,
     differences,
     full_grads,
@@ -37,6 +38,19 @@ class Checkpointed(Net):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
+
+
+class CheckpointedParts(nn.Module):
+    """Checkpoints a part of itself."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        part = nn.Sequential(self.first, nn.Tanh(), self.second, nn.Tanh())
+        return checkpoint(part, x, use_reentrant=self.reentrant)
 
 
 class Experts(nn.Module):
@@ -195,6 +209,11 @@ def all_programs(ctx):
             found[f"reshard_after_forward={reshard}, use_reentrant={reentrant}"] = train_both(
                 ctx, make, lambda net, reshard=reshard: shard_blocks(net, reshard_after_forward=reshard)
             )
+    for reentrant in (True, False):
+        found[f"parts, use_reentrant={reentrant}"] = train_both(
+            ctx, lambda reentrant=reentrant: nn.Sequential(*(CheckpointedParts(reentrant) for _ in range(2))),
+            shard_parts("0"), lambda model, rank, step: model(batch(rank, step).requires_grad_()).square().mean(),
+        )  # fmt: skip
     found["experts"] = train_both(
         ctx, Mixture, shard_parts("layers.0", "layers.1", "layers.2"), other_experts, steps=6
     )
@@ -239,18 +258,6 @@ def test_programs(ranks, tmp_path):
     for found in run_ranks(all_programs, ranks, str(tmp_path / "store"), timeout=120):
         assert len(found) > 20
         assert {name: wrong for name, wrong in found.items() if wrong} == {}
-
-
-def averaged(ctx, reference, backward):
-    """Return the gradients of one process: the average of `backward(model, rank)` over the ranks."""
-    total = {name: None for name, _ in reference.named_parameters()}
-    for rank in range(ctx.size):
-        reference.zero_grad()
-        backward(reference, rank)
-        for name, param in reference.named_parameters():
-            if param.grad is not None:
-                total[name] = param.grad / ctx.size + (0 if total[name] is None else total[name])
-    return total
 
 
 @over_gloo

@@ -406,7 +406,10 @@ def whole_parameters(ctx):
     other = sharded()
     with unsharded_params(units_in(other), writeback=False):
         nn.init.zeros_(other.emb.weight)
-        assert torch.equal(other(IDS), torch.ones(11, 11))
+        with torch.no_grad():
+            assert torch.equal(other(IDS), torch.ones(11, 11))
+        with pytest.raises(InvalidUsage, match="summon_full_params"):
+            other(IDS)
     assert not torch.equal(other(IDS), torch.ones(11, 11))
     # A copy of a part has shards of its own, and loads.
     part = copy.deepcopy(model.conv)

@@ -144,7 +144,6 @@ def test_ignored_parameters_are_not_counted():
         (nn.Linear, "ModuleWrapPolicy"),
         (nn.Linear(1, 1), "ModuleWrapPolicy"),
         (ours.ModuleWrapPolicy, "ModuleWrapPolicy"),
-        (None, "ModuleWrapPolicy"),
         (ours.transformer_auto_wrap_policy, "functools.partial"),
         (lambda module: True, "CustomPolicy"),
         (ours.CustomPolicy(lambda module: 1), "False/True or a kwarg dict, but it returned 1"),
@@ -154,6 +153,27 @@ def test_ignored_parameters_are_not_counted():
 def test_what_is_no_policy(policy, says):
     with pytest.raises(InvalidArgument, match=says):
         ours.units_of(tree(), policy)
+
+
+def test_classes_besides_a_policy():
+    """Units of classes that compute in another precision, wherever they stand, but not those that are ignored."""
+    found = ours.units_of(named(tree()), None)
+    assert found == []
+    model = named(tree())
+    found = ours.units_of(model, ours.ModuleWrapPolicy({nn.MultiheadAttention}), also=(nn.BatchNorm1d,))
+    assert [one.name for one, _ in found] == ["2.0.1", "3"]
+    found = ours.units_of(model, None, [model[2]], also=(nn.BatchNorm1d, nn.MultiheadAttention))
+    assert [one.name for one, _ in found] == ["3"]
+
+
+def test_what_is_ignored():
+    model = tree()
+    modules, parameters = ours.parse_ignored(model, [model[0]], [model[3], model[2][1].weight])
+    assert modules == {model[0], model[3]}
+    assert set(parameters) == {model[2][1].weight, *model[0].parameters(), *model[3].parameters()}
+    for given, says in ((([3], None), "must be modules"), ((None, ["0.weight"]), "modules or parameters")):
+        with pytest.raises(InvalidArgument, match=says):
+            ours.parse_ignored(model, *given)
 
 
 def test_the_names_are_torchs():

@@ -1,11 +1,14 @@
 """Training of small models in shards and, for comparison, by our DDP hook."""
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import collectives
-from collectives.sharded import ShardedDataParallel
-from tests.ddp.training import batch
+from collectives.sharded import fully_shard
+from tests.ddp.training import batch, make_model
 
 RULES = {
     "sgd": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.01, foreach=False),
@@ -17,21 +20,46 @@ RULES = {
 }
 
 
+def over_comm(function):
+    """Run a function of (ctx, ...) without torch.distributed; the groups over its communicators end with it."""
+
+    @functools.wraps(function)
+    def inside(ctx, *args):
+        try:
+            return function(ctx, *args)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return inside
+
+
+def sharded(model=None, **options):
+    """Make each layer of a Sequential a unit, and the rest."""
+    model = make_model() if model is None else model
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model, rank, step=0):
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x), y)
+
+
 def steps_of(model, optimizer, count, rank, *, micro=1, first=0):
     """Train `count` steps of `micro` backwards, the last one synchronised; return the losses."""
     losses = []
     for step in range(first, first + count):
         optimizer.zero_grad()
         for part in range(micro):
-            x, y = batch(10 * step + part, rank)
-            unsynced = getattr(model, "no_sync", None) if part < micro - 1 else None
-            if unsynced is None:
-                loss = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(part == micro - 1)
             else:
-                with unsynced():
-                    loss = nn.functional.cross_entropy(model(x), y)
-                    loss.backward()
+                model.require_backward_grad_sync = part == micro - 1
+            loss = loss_of(model, rank, 10 * step + part)
+            loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -48,8 +76,10 @@ def by_ddp(make, rule, rank, count=20, **how):
 
 def full(model):
     """Return copies of the full parameters by name."""
-    with ShardedDataParallel.summon_full_params(model, writeback=False):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {
+        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
+        for name, param in model.named_parameters()
+    }
 
 
 def same(ours, theirs):
