@@ -171,14 +171,17 @@ def make_scheduler(optimizer):
 
 def resume(ctx, path) -> dict:
     """Train from a checkpoint of a commit on these ranks; return a row."""
-    world.replace_world(ctx.communicator())
+    comm = ctx.communicator().split(0)
+    world.replace_world(comm)
     model, optimizer, *data = make_job()
     scheduler, state = make_scheduler(optimizer), make_state()
     extra = load(path, model, optimizer)
     take_extra(extra, state, scheduler)
     state.sync()
     state.attach(model, optimizer, scheduler=scheduler)
-    return train_from(state, model, optimizer, scheduler, *data)
+    row = train_from(state, model, optimizer, scheduler, *data)
+    comm.abort()  # torch.distributed's default group ends with it
+    return row
 
 
 def main() -> None:
