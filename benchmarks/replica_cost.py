@@ -65,11 +65,10 @@ def main() -> None:
     step()
     turn(True)  # allocates both versions
     found: dict[bool, list] = {False: [], True: []}
-    before = state.bytes_sent
     for number in range(arguments.rounds):
         for commits in (False, True) if number % 2 else (True, False):
             found[commits].append(turn(commits))
-    sent = (state.bytes_sent - before) / arguments.rounds / arguments.steps
+    pieces = [buffer.numel() for version in state._versions for buffer in version.buffers]
     if comm.rank == 0:
         pairs = list(zip(found[True], found[False], strict=True))
         ratios = [mine[0] / none[0] - 1 for mine, none in pairs]
@@ -83,7 +82,7 @@ def main() -> None:
             "extra_cpu": statistics.median(mine[1] / none[1] - 1 for mine, none in pairs),
             "commit_ms": statistics.median(each for turns in found[True] for each in turns[3]) * 1e3,
             "least_commit_ms": min(each for turns in found[True] for each in turns[3]) * 1e3,
-            "sent_mb": sent / 1e6, "host_mb": state.host_bytes / 1e6,
+            "sent_mb": (comm.size > 1) * pieces[0] / 1e6, "host_mb": sum(pieces) / 1e6,
         }  # fmt: skip
         append_rows([{**begun_with, **row}], RESULTS / "replica_cost.jsonl")
         print(row)

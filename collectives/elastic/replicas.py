@@ -1,93 +1,109 @@
-"""Copies of the ranks' shards in the memory of other ranks: who keeps whose, two versions of them, and
-the transfer beside the computation.
+"""Copies of the ranks' shards in the memory of other ranks: who keeps whose, the versions of them, the transfer beside
+the computation, and what is read from them after a death.
 """
 
 from __future__ import annotations
 
-import threading
+import copy
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..comm.communicator import Communicator
-from ..errors import TransportError
-from ..secret import seal, unseal
-from ..sharded.state.rank_piece import RankPiece
+from ..errors import InvalidUsage
+from ..sharded.ragged_tensor import RaggedTensor
+from ..torch_compat import tree_map
 
-__all__ = ["Copy", "Held", "Key", "Refresh", "Version", "find_keepers", "find_whole"]
+__all__ = ["Entry", "Key", "PieceReader", "Version", "find_keepers", "find_whole", "refresh"]
 
-_PURPOSE = "elastic/piece"
+_ALIGNMENT = 64  # bytes, of each tensor in a piece
 
-
-class Key(NamedTuple):
-    """Name of a version: its commit, and the generation of the ranks whose pieces it consists of."""
-
-    number: int
-    generation: int
+Key = tuple[int, int, int]  # name of a version: its commit, the generation of its ranks, and their number
 
 
-class Held(NamedTuple):
-    """A piece that a rank has: of which version, of how many ranks, whose, and whether it is its own."""
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a state. `bounds`: of the ranks' rows, each of `inner` elements; None: rank 0's piece has all."""
 
-    number: int
-    generation: int
-    size: int
-    owner: int
-    own: bool
+    dtype: torch.dtype
+    shape: torch.Size
+    bounds: tuple[int, ...] | None = None
+    inner: int = 1
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return from where to where a rank's piece has the bytes of the flattened tensor."""
+        if self.bounds is None:
+            return 0, self.shape.numel() * self.dtype.itemsize if rank == 0 else 0
+        row = self.inner * self.dtype.itemsize
+        return self.bounds[rank] * row, self.bounds[rank + 1] * row
+
+    def room(self, rank: int) -> int:
+        """Return the bytes that it takes in a rank's piece."""
+        start, stop = self.span(rank)
+        return -((start - stop) // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass
-class Copy:
-    """Another rank's piece. `owner`: None where it is not there, or not whole."""
+def _entry_of(tensor: torch.Tensor) -> Entry:
+    if isinstance(tensor, RaggedTensor):
+        inner = tensor.shape[1:].numel() if tensor.ragged.by_rows else 1
+        return Entry(tensor.dtype, tensor.shape, tensor.ragged.bounds, inner)
+    if isinstance(tensor, DTensor) and not all(each.is_replicate() for each in tensor.placements):
+        raise InvalidUsage(
+            f"a DTensor {list(tensor.shape)} of {tensor.placements} is sharded otherwise than by fully_shard",
+            op="elastic.ShardedState",
+        )
+    return Entry(tensor.dtype, tensor.shape)
 
-    owner: int | None = None
-    head: bytes = b""
-    data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
-
-@dataclass
+@dataclasses.dataclass(eq=False)
 class Version:
-    """What a rank has in memory of one version; `key`: None where that is not whole.
+    """What a rank has in memory of one version: its own piece, and those that it keeps for others.
 
-    `rank` of `size`: this rank when it was made; `record`: the attributes and state dicts of then.
+    A piece is one buffer with the bytes of a rank's shards, in the order of the state. Rank 0's also has the tensors
+    that aren't sharded. `state`: with an `Entry` for each tensor; `record`: what is kept with it; `owners`: the ranks
+    of the pieces, `buffers`, this rank first; `complete`: how many of them are whole.
     """
 
-    own: RankPiece = field(default_factory=RankPiece)
-    copies: list[Copy] = field(default_factory=list)
-    key: Key | None = None
-    rank: int = 0
-    size: int = 0
+    key: Key | None = None  # None: not even this rank's piece is whole
+    state: Any = None
     record: Any = None
+    owners: list[int] = dataclasses.field(default_factory=list)
+    buffers: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    complete: int = 0
 
-    def clear(self) -> None:
-        """Mark it as not there, since it is about to be overwritten."""
-        self.key = self.record = None
-        for copy in self.copies:
-            copy.owner = None
+    @torch.no_grad()
+    def take(self, key: Key, state: Any, record: Any, owners: list[int], *, on_gpu: bool) -> None:
+        """Copy this rank's part of a state in place of what is here; `refresh` receives the other owners' pieces.
 
-    def list_held(self) -> list[Held]:
-        """Return the pieces that are here."""
-        if self.key is None:
-            return []
-        owners = [(self.rank, True)] + [(copy.owner, False) for copy in self.copies if copy.owner is not None]
-        return [Held(*self.key, self.size, *each) for each in owners]
+        Blocks. What is on a GPU is copied to page-locked memory.
+        """
+        self.key, self.complete = None, 0
+        parts: list[tuple[Entry, torch.Tensor]] = []
 
-    def piece_of(self, owner: int) -> tuple[bytes, torch.Tensor]:
-        """Return the head and the data of a rank's piece that is here. Waits until it is copied."""
-        if owner == self.rank:
-            self.own.wait()
-            return self.own.head, self.own.data
-        copy = next(copy for copy in self.copies if copy.owner == owner)
-        return unseal(copy.head, _PURPOSE), copy.data
+        def note(value):
+            if not isinstance(value, torch.Tensor):
+                return copy.deepcopy(value)
+            parts.append((_entry_of(value), getattr(value, "_local_tensor", value)))
+            return parts[-1][0]
 
-    def count_bytes(self) -> int:
-        """Return the bytes of host memory of its tensors."""
-        return self.own.data.numel() + sum(copy.data.numel() for copy in self.copies)
-
-
-# ---- Who keeps whose.
+        self.state, self.record, self.owners = tree_map(note, state), record, owners
+        sizes = [sum(entry.room(owner) for entry, _ in parts) for owner in owners]
+        if [buffer.numel() for buffer in self.buffers] != sizes:
+            self.buffers = []  # frees the old memory first
+            self.buffers = [torch.empty(each, dtype=torch.uint8, pin_memory=on_gpu, device="cpu") for each in sizes]
+        at = 0
+        for entry, part in parts:
+            start, stop = entry.span(owners[0])
+            if start < stop:
+                place = self.buffers[0][at : at + stop - start]
+                place.view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+            at += entry.room(owners[0])
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        self.key, self.complete = key, 1
 
 
 def find_keepers(size: int, nodes: Sequence[Sequence[int]], replicas: int) -> list[list[int]]:
@@ -107,92 +123,78 @@ def find_keepers(size: int, nodes: Sequence[Sequence[int]], replicas: int) -> li
     return [[order[(place[rank] + shift) % size] for rank in range(size)] for shift in shifts]
 
 
-def find_whole(held: Sequence[Sequence[Held]]) -> tuple[Key | None, dict[int, int], dict[Key, list[int]]]:
-    """Return the newest version of which all pieces are there, or None; which rank provides each
-    rank's piece of it; and of each newer version whose pieces are missing.
+def find_whole(held: Sequence[Sequence]) -> tuple[Key | None, list[int], dict[Key, list[int]]]:
+    """Return the newest version of which all pieces are there, or None; which rank provides each rank's piece of it;
+    and of each newer version the ranks whose pieces are missing.
 
-    `held`: the pieces of each rank. A rank's own piece is preferred, and then the rank that provides
-    the fewest.
+    `held`: (key, owner) of the pieces of each rank; the owner is None for a version that the rank only knows of.
     """
-    sizes: dict[Key, int] = {}
-    found: dict[Key, dict[int, list[tuple[bool, int]]]] = {}
+    found: dict[Key, list[list[int]]] = {}  # the ranks that have each rank's piece
     for rank, pieces in enumerate(held):
-        for piece in pieces:
-            key = Key(piece.number, piece.generation)
-            sizes[key] = piece.size
-            found.setdefault(key, {}).setdefault(piece.owner, []).append((not piece.own, rank))
+        for key, owner in pieces:
+            holders = found.setdefault(tuple(key), [[] for _ in range(key[2])])
+            if owner is not None:
+                holders[owner].append(rank)
     missing: dict[Key, list[int]] = {}
     for key in sorted(found, reverse=True):
-        missing[key] = [owner for owner in range(sizes[key]) if owner not in found[key]]
-        if missing[key]:
-            continue
-        del missing[key]
-        load = [0] * len(held)
-        providers = {}
-        for owner in range(sizes[key]):
-            _, _, rank = min((copied, load[rank], rank) for copied, rank in found[key][owner])
-            load[rank] += 1
-            providers[owner] = rank
-        return key, providers, missing
-    return None, {}, missing
+        if all(found[key]):
+            return key, [holders[0] for holders in found[key]], missing
+        missing[key] = [owner for owner, holders in enumerate(found[key]) if not holders]
+    return None, [], missing
 
 
-# ---- The transfer.
+def refresh(comm: Communicator, version: Version, keepers: list[list[int]]) -> None:
+    """Send this rank's piece of a version to the ranks that keep it, and receive theirs. A collective; blocks.
+
+    `comm`: on host memory, and used by nothing else meanwhile.
+    """
+    own, *copies = version.buffers
+    for keeper, source, kept in zip(keepers, version.owners[1:], copies, strict=True):
+        with comm.group():
+            if own.numel():
+                comm.send(own, keeper[comm.rank])
+            if kept.numel():
+                comm.recv(kept, source)
+        version.complete += 1
 
 
-class Refresh(threading.Thread):
-    """Sends this rank's piece of a version to the ranks that keep it, and receives theirs; on a thread.
+class PieceReader:
+    """Reads a version's tensors, in the order of the state, from the ranks that provide its pieces.
 
-    `comm`: a communicator on host memory for this alone; all ranks make a refresh of the same
-    version. `sent`: bytes, once it is done.
+    `comm`: on host memory, if there are several ranks; `providers`: the rank that has each piece; `pieces`: those of
+    this rank, by their numbers.
     """
 
-    def __init__(self, comm: Communicator, version: Version, key: Key, keepers: list[list[int]]):
-        super().__init__(name=f"collectives shards of commit {key.number}")
-        self._comm, self._version, self._key, self._keepers = comm, version, key, keepers
-        self._error: BaseException | None = None
-        self.sent = 0
+    def __init__(self, comm: Communicator, providers: list[int], pieces: dict[int, torch.Tensor]):
+        self._comm, self._providers, self._pieces = comm, providers, pieces
+        self._ends = [0] * len(providers)  # of what has been read of each piece
 
-    def run(self) -> None:
-        """Do it; called by the thread."""
-        try:
-            self._version.own.wait()
-            for copy, keeper in zip(self._version.copies, self._keepers, strict=True):
-                self._exchange(copy, keeper[self._comm.rank], keeper.index(self._comm.rank))
-        except BaseException as error:  # raised by `wait` on the training's thread
-            self._error = error
-
-    def wait(self) -> None:
-        """Wait until this rank's part is done; raise what has failed in it."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-    def _exchange(self, copy: Copy, to: int, source: int) -> None:
-        comm, own = self._comm, self._version.own
-        sealed = torch.frombuffer(bytearray(seal(own.head, _PURPOSE)), dtype=torch.uint8)
-        sizes = torch.tensor([*self._key, sealed.numel(), own.data.numel()], device="cpu")
-        theirs = torch.empty_like(sizes)
+    def read(self, entry: Entry, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the next tensor, on the host; where it was sharded and `like` is, this rank's shard. A collective."""
+        comm, me = self._comm, self._comm.rank
+        is_shard = entry.bounds is not None and isinstance(like, RaggedTensor)
+        wanted = _entry_of(like) if is_shard else Entry(entry.dtype, entry.shape)
+        wanted = dataclasses.replace(wanted, dtype=entry.dtype)
+        spans = [wanted.span(rank if is_shard else 0) for rank in range(comm.size)]
+        begin, end = spans[me]
+        part = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         with comm.group():
-            comm.send(sizes, to)
-            comm.recv(theirs, source)
-        *key, head_bytes, data_bytes = theirs.tolist()
-        if Key(*key) != self._key:
-            raise TransportError(
-                f"rank {source} sends its shards of commit {key[0]}, and this rank those of {self._key.number}",
-                op="elastic.ShardedState", rank=comm.rank, peers=(source,),
-            )  # fmt: skip
-        if copy.data.numel() != data_bytes:
-            copy.data = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
-            copy.data = torch.empty(data_bytes, dtype=torch.uint8, pin_memory=own.data.is_pinned(), device="cpu")
-        head = torch.empty(head_bytes, dtype=torch.uint8, device="cpu")
-        with comm.group():
-            for part in (sealed, own.data):
-                if part.numel():
-                    comm.send(part, to)
-            for part in (head, copy.data):
-                if part.numel():
-                    comm.recv(part, source)
-        copy.head = head.numpy().tobytes()
-        copy.owner = source  # whole from now on
-        self.sent += sealed.numel() + own.data.numel()
+            for owner, provider in enumerate(self._providers):
+                first, last = entry.span(owner)
+                at = self._ends[owner] - first
+                self._ends[owner] += entry.room(owner)
+                for rank in range(comm.size) if provider == me else (me,):
+                    start, stop = max(first, spans[rank][0]), min(last, spans[rank][1])
+                    if start >= stop:
+                        continue
+                    if provider != me:
+                        comm.recv(part[start - begin : stop - begin], provider)
+                    elif rank != me:
+                        comm.send(self._pieces[owner][at + start : at + stop], rank)
+                    else:
+                        part[start - begin : stop - begin] = self._pieces[owner][at + start : at + stop]
+        part = part.view(entry.dtype)
+        if not is_shard:
+            return part.view(entry.shape)
+        part = part.view(like._local_tensor.shape)
+        return like.detach().like(part if like.is_meta else part.to(like.device))

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 import collectives
 from collectives import elastic
 from collectives.elastic import sharded_state
-from collectives.elastic.replicas import Refresh
+from collectives.elastic.replicas import refresh
 from collectives.rendezvous import world
 from collectives.sharded import Checkpointer, fully_shard, get_model_state_dict, load, save
 from collectives.sharded import get_optimizer_state_dict as optimizer_state
@@ -37,10 +37,9 @@ JOIN, WHOLE = int(os.environ.get("JOIN", "0")), "WHOLE" in os.environ
 DTYPE = getattr(torch, os.environ.get("DTYPE", "float32"))
 
 
-class FaultyRefresh(Refresh):
-    def run(self) -> None:
-        pass_point("refresh")
-        super().run()
+def faulty_refresh(*args) -> None:
+    pass_point("refresh")
+    refresh(*args)
 
 
 class State(elastic.ShardedState):
@@ -158,11 +157,12 @@ def train_from(state, model, optimizer, scheduler, data, target, checkpointer=No
 def digest_of(states) -> str:
     """Return a digest of all values of state dicts, with their names."""
     leaves, names = tree_flatten(states)
-    values = [
-        (str(leaf.dtype), tuple(leaf.shape), leaf.contiguous().numpy().tobytes()) if torch.is_tensor(leaf) else leaf
-        for leaf in leaves
-    ]
+    values = [_bytes_of(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
     return hashlib.sha256(repr((values, str(names))).encode()).hexdigest()
+
+
+def _bytes_of(tensor):
+    return str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def make_scheduler(optimizer):
@@ -171,14 +171,17 @@ def make_scheduler(optimizer):
 
 def resume(ctx, path) -> dict:
     """Train from a checkpoint of a commit on these ranks; return a row."""
-    world.replace_world(ctx.communicator())
+    comm = ctx.communicator().split(0)
+    world.replace_world(comm)
     model, optimizer, *data = make_job()
     scheduler, state = make_scheduler(optimizer), make_state()
     extra = load(path, model, optimizer)
     take_extra(extra, state, scheduler)
     state.sync()
     state.attach(model, optimizer, scheduler=scheduler)
-    return train_from(state, model, optimizer, scheduler, *data)
+    row = train_from(state, model, optimizer, scheduler, *data)
+    comm.abort()  # torch.distributed's default group ends with it
+    return row
 
 
 def main() -> None:
@@ -199,7 +202,7 @@ def main() -> None:
         starts.append((comm.size, state.commits))
         return train_from(state, model, optimizer, scheduler, *data, checkpointer=checkpointer)
 
-    sharded_state.Refresh = FaultyRefresh
+    sharded_state.refresh = faulty_refresh
     pass_point("start")
     collectives.init()
     pass_point("init")

@@ -4,12 +4,19 @@ bits of a job that loads a checkpoint of that commit.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from collectives import elastic
 from collectives.elastic.replicas import find_keepers
+from collectives.errors import InvalidArgument, InvalidUsage
+from collectives.rendezvous import world
+from collectives.sharded import fully_shard, get_model_state_dict, get_optimizer_state_dict
 from tests.elastic import sharded_training
 from tests.elastic.test_training import fault, run_job, run_two_nodes
 from tests.ranks import run_ranks
@@ -109,3 +116,112 @@ def test_keepers_are_on_other_nodes():
         (keepers,) = find_keepers(size, nodes, 1)
         assert sorted(keepers) == list(range(size))
         assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(keepers))
+
+
+class Net(torch.nn.Module):
+    """Parameters in float32 and bfloat16, one that isn't sharded, one of no dimensions, one of few rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 7), torch.nn.Linear(7, 3, dtype=torch.bfloat16)
+        self.plain, self.factor = torch.nn.Parameter(torch.randn(5)), torch.nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.second((self.first(x) * self.factor).bfloat16()).float().sum() + self.plain.sum()
+
+
+def make_net(comm):
+    torch.manual_seed(5)
+    net = Net()
+    fully_shard(net.first, comm=comm)
+    fully_shard(net, comm=comm, ignored_params={net.plain})
+    matrices = [param for param in net.parameters() if param.dim() == 2]
+    others = [param for param in net.parameters() if param.dim() != 2]
+    return net, [torch.optim.Adafactor(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1, amsgrad=True)]
+
+
+def step_net(net, optimizers):
+    torch.manual_seed(9)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    net(torch.randn(4, 6)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def take_row(state, net, optimizers):
+    full = get_model_state_dict(net, full_state_dict=True)
+    digest = sharded_training.digest_of((full, get_optimizer_state_dict(net, optimizers, full_state_dict=True)))
+    return state.step, full["seen"].item(), digest
+
+
+def live_twice(ctx, sizes):
+    """Train on the first ranks of one size, and then on as many as the other one; return a row before and after."""
+    state, rows, gone = elastic.ShardedState(step=0, replicas=2), [], []
+    for life, size in enumerate(sizes):
+        comm = ctx.communicator().split(0 if ctx.rank < size else None)
+        if comm is None:
+            continue
+        world.replace_world(comm)
+        if gone:
+            state.restore()
+            state.on_reset()
+            assert not dist.is_initialized()
+        state.sync()
+        net, optimizers = make_net(comm)
+        gc.collect()
+        assert not [left for reference in gone if (left := reference()) is not None], "of the life before"
+        if life:
+            with pytest.raises(InvalidArgument, match=r"commit 2 is of another model: bias is absent there, and \[2\]"):
+                state.attach(fully_shard(torch.nn.Linear(2, 2), comm=comm))
+            state.restore()
+            state.sync()
+        state.attach(net, optimizers)
+        rows.append(take_row(state, net, optimizers))
+        for _ in range(2):
+            step_net(net, optimizers)
+            state.step += 1
+            state.commit()
+        rows.append(take_row(state, net, optimizers))
+        state.wait()
+        unit = net._unit
+        gone = [weakref.ref(each) for each in (net, unit, unit.scheduler, unit.scheduler.arena, *optimizers)]
+        comm.abort()
+        del net, optimizers, unit, comm
+    return rows
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (3, 1)], ids=str)
+def test_a_second_life_has_the_state_of_the_first(sizes):
+    """Of any dtypes, of what isn't sharded, and of several optimizers; nothing is left of the first life's objects."""
+    (first, before, after, end), *others = run_ranks(live_twice, 3, sizes)
+    assert after == before and before[:2] == (2, 2) and end[:2] == (4, 4)
+    assert len({first[2], before[2], end[2]}) == 3
+    for rows in others[: sizes[1] - 1]:
+        assert rows[-2:] == [after, end]
+
+
+def attach_wrongly(ctx):
+    comm = ctx.communicator().split(0)
+    world.replace_world(comm)
+    state = elastic.ShardedState()
+    state.sync()
+    with pytest.raises(InvalidUsage, match="nothing in this model is sharded"):
+        state.attach(torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidUsage, match="call attach"):
+        state.commit()
+    alone = comm.split(ctx.rank)
+    with pytest.raises(InvalidUsage, match="sharded over 1 ranks, and the job has 2"):
+        state.attach(fully_shard(torch.nn.Linear(2, 2), comm=alone))
+    alone.close()
+    comm.abort()
+
+
+def test_what_cant_be_attached():
+    run_ranks(attach_wrongly, 2)
+    with pytest.raises(InvalidArgument, match="model is made in the function"):
+        elastic.ShardedState(model=torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidArgument, match="every must be an int from 1 up"):
+        elastic.ShardedState(every=0)
