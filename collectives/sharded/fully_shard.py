@@ -20,6 +20,7 @@ from ..arrays import kind_of
 from ..comm.agree import all_gather_object, verify_same
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
+from ..gradients.compilation import compile_gradient_kernels
 from ..gradients.state import HookState
 from ..weak_tensors import WeakTensorDict
 from .hook_state import get_reducer
@@ -172,6 +173,11 @@ def shard(
     for names, _, param in found:
         _sharded_before[param] = f"{names[0]} of {kind}"
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # the memory goes
+    compile_gradient_kernels(
+        (param.sharded for param in unit.params), options=None if hook_state is None else hook_state.options,
+        steps=reducer is not None and reducer.steps, packs=True, device=unit.device,
+        dtypes=(unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype),
+    )  # fmt: skip
     unit.modules = modules
     watch_state_dicts(unit)
     if reducer is not None:

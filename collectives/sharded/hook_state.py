@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ..arrays import kind_of
 from ..compression import Bucket, NoCompression, Scaling, measure_grads
 from ..errors import InvalidArgument, InvalidUsage
-from ..gradients.compilation import compile_gradient_kernels
 from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.optimizer_in_backward import OptimizerInBackward
 from ..gradients.options import parse_streams
@@ -134,10 +133,6 @@ class HookReducer:
         if not self._unnamed:
             self.state.parameter_names.add_lazily(self._register_names)
         self._unnamed.append(weakref.ref(unit))
-        compile_gradient_kernels(
-            (param.sharded for param in unit.params), options=self.state.options, steps=self.steps,
-            dtypes=(unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype), device=unit.device,
-        )  # fmt: skip
         unit.reducer = self
         if unit.comm.size > 1:
             unit.wire = self.gather_wire

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidUsage
+from ..kernels import pack
 from ..torch_compat import storage_use_count
 from .arena import Arena, Block
 from .layout import plan_layout
@@ -319,10 +320,11 @@ class ParamGroup:
 
     def pack_grads(self, flat: torch.Tensor) -> None:
         """Move the full gradients into a flat buffer; parameters without one are zeros in it."""
-        views, grads = [], []
+        views, grads, offsets = [], [], []
         for param in self.params:
             grad = param.full.grad
             if grad is not None:
+                offsets.append(param.offset)
                 views.append(param.view_full(flat))
                 grads.append(grad if grad.layout is torch.strided else grad.to_dense())
                 param.full.grad = None
@@ -331,7 +333,9 @@ class ParamGroup:
         else:
             for gap in self._gaps:
                 flat[gap].zero_()
-        if grads:
+        if grads and flat.is_cuda and not flat.is_complex():
+            pack([grad.contiguous() for grad in grads], flat, offsets=offsets)
+        elif grads:
             torch._foreach_copy_(views, grads)
 
     def take_output(self) -> torch.Tensor:
