@@ -40,9 +40,10 @@ class ShardedParam:
         full: The Parameter of the whole, which has memory while the group is gathered.
         offset: Its first element in the group's flat buffer.
         start: The first element of this rank's part in the group's flat shard.
+        requires_grad: As it was when both forms agreed last.
     """
 
-    __slots__ = ("full", "names", "offset", "placement", "places", "shape", "sharded", "start")
+    __slots__ = ("full", "names", "offset", "placement", "places", "requires_grad", "shape", "sharded", "start")
 
     def __init__(self, names: list[str], places: list[tuple[nn.Module, str]], shape: torch.Size):
         self.names = names
@@ -78,10 +79,12 @@ class ShardedParam:
                 module._parameters[attribute] = param
 
     def sync_attributes(self) -> None:
-        """Give the full form what users have set on the sharded one: requires_grad, and hooks of its gradient."""
+        """Give both forms what users have set on one of them: requires_grad, and hooks of its gradient."""
         sharded, full = self.sharded, self.full
-        if full.requires_grad is not sharded.requires_grad:
-            full.requires_grad_(sharded.requires_grad)
+        if not sharded.requires_grad is full.requires_grad is self.requires_grad:
+            self.requires_grad = not self.requires_grad
+            sharded.requires_grad_(self.requires_grad)
+            full.requires_grad_(self.requires_grad)
         if full._backward_hooks is not sharded._backward_hooks:
             if full._backward_hooks is None:
                 full._backward_hooks = sharded._backward_hooks  # one dictionary: a handle removes from both
@@ -193,6 +196,7 @@ class ParamGroup:
         else:
             self.full = torch.empty(self.numel, dtype=self.gather_dtype, device=device)
         for param, original in zip(self.params, originals, strict=True):
+            param.requires_grad = original.requires_grad
             view = param.view_full(self.full)
             param.full = nn.Parameter(view.data, requires_grad=original.requires_grad)  # a version counter of its own
             param.full.__dict__.update(original.__dict__)
