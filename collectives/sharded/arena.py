@@ -16,6 +16,8 @@ from ..torch_compat import can_swap_storage_memory, swap_storage_memory
 
 __all__ = ["Arena", "Block"]
 
+_CAPTURED = "the first steps of units allocate their memory: make some steps before the capture"
+
 
 class Block:
     """A piece of the arena's memory, in use by one unit or free.
@@ -48,6 +50,7 @@ class Arena:
         """
         fitting = [block for block in self._free if nbytes <= block.memory.numel()]
         if not fitting:
+            cuda_state.refuse_capture(self._comm.device, _CAPTURED)
             return Block(self._comm.empty(nbytes, dtype=torch.uint8))
         block = min(fitting, key=_size_of)
         self._free.remove(block)

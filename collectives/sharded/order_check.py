@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..comm import RankWait, first_line, format_ranks
 from ..comm.communicator import Communicator
 from ..comm.liveness import exit_reason
+from ..cuda_state import refuse_capture
 from ..environment import read_switch
 from ..errors import Mismatch, TransportError
 from ..json_records import parse_json
@@ -90,6 +91,10 @@ class OrderCheck:
     # ---- Comparison.
 
     def _compare(self, order: list[tuple[int, str]], purpose: str) -> None:
+        refuse_capture(
+            self._world.device, "the hosts compare the order of units: make three steps before the capture, and unset "
+            "COLLECTIVES_CHECK", op=_OP, rank=self._world.rank,
+        )  # fmt: skip
         digest = hashlib.blake2b(json.dumps(order).encode(), digest_size=8).hexdigest()
         digests = self._exchange("digest", digest, purpose)
         if all(each == digest for each in digests):

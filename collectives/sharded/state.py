@@ -683,7 +683,7 @@ def _convert_entry(what: str, key: str, value, param: RaggedTensor, known):
         is_shard = value.shape == param.shape and (value.numel() > 1 or key not in _NUMBERS)
     if is_shard:
         if isinstance(value, RaggedTensor) and value.placements == param.placements and value.shape == param.shape:
-            return value
+            return value.detach().clone()  # another optimizer may go on with it
         try:
             return param.detach().like(part_of(value, param).clone())
         except InvalidArgument as error:

@@ -49,7 +49,8 @@ def train(rank, captured, make):
         load(number)
         with rank.no_host_waits():
             again()
-        found.append([param.detach().clone() for param in model.parameters()])
+        parts = [param.to_local() if hasattr(param, "to_local") else param for param in model.parameters()]
+        found.append([part.detach().clone() for part in parts])
     rank.synchronize()
     return found
 

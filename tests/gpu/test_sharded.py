@@ -182,7 +182,7 @@ def accumulated(rank):
         model(batches(10 + step, rank.rank, rank.device)).backward()
         model.set_requires_gradient_sync(True)
         model(batches(step, rank.rank, rank.device)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).detach())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor().detach())
         optimizer.step()
     return whole(model), norms
 
