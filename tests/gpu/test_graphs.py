@@ -405,7 +405,7 @@ REFUSED = {
     "GradientBuckets' first round": (first_round, "the host"),
     "Horovod": (operation_of_horovod, "agree on the host"),
     "an optimizer's first step": (first_step_of_an_optimizer, "make a step first"),
-    "shards' first forward": (first_forward_of_shards, "steps of the same kind before the capture"),
+    "shards' first forward": (first_forward_of_shards, "make some steps before the capture"),
     "CPU offload": (offloaded, "CPU offload"),
     "stochastic rounding": (hook_of_random_bits, "stochastic rounding"),
 }
