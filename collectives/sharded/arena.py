@@ -43,8 +43,8 @@ class Arena:
         # Stands for all memory of torch's allocator: its event is that of the last use.
         self._released = Block(torch.empty(0, device=comm.device))
 
-    def take(self, nbytes: int) -> Block:
-        """Return a block of at least so many bytes with any values, which the caller gives back.
+    def acquire(self, nbytes: int) -> Block:
+        """Return a block of at least so many bytes with any values, which the caller releases.
 
         On a GPU the current stream waits for the last use of the block.
         """
@@ -57,8 +57,8 @@ class Arena:
         self._wait(block)
         return block
 
-    def give(self, block: Block) -> None:
-        """Take a block back, whose last use is on the current stream."""
+    def release(self, block: Block) -> None:
+        """Release a block, whose last use is on the current stream."""
         self._record(block)
         self._free.append(block)
 
@@ -68,7 +68,7 @@ class Arena:
             self._wait(self._released)
             storage.resize_(nbytes)
             return self._released
-        block = self.take(nbytes)
+        block = self.acquire(nbytes)
         swap_storage_memory(storage, block.memory.untyped_storage())
         return block
 
@@ -79,7 +79,7 @@ class Arena:
             storage.resize_(0)
             return
         swap_storage_memory(storage, block.memory.untyped_storage())
-        self.give(block)
+        self.release(block)
 
     def _record(self, block: Block) -> None:
         device = self._comm.device

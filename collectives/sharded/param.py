@@ -287,7 +287,7 @@ class ParamGroup:
     def free(self) -> None:
         """Give the gathered buffer's memory, and a part that is kept, back to the arena."""
         if self._kept is not None:
-            self.arena.give(self._kept)
+            self.arena.release(self._kept)
             self._kept = None
         if self._block is not None:
             self.arena.drain(self.full.untyped_storage(), self._block)
@@ -297,7 +297,7 @@ class ParamGroup:
         """Free the gathered buffer, but keep this rank's part among its neighbours for the backward."""
         block = None
         if not self.shares_memory:
-            block = self.arena.take(self.numel * self.gather_dtype.itemsize // neighbours.size)
+            block = self.arena.acquire(self.numel * self.gather_dtype.itemsize // neighbours.size)
             part = self._view_kept(block, neighbours)
             part.copy_(self.full[neighbours.rank * part.numel() :][: part.numel()])
         self.free()

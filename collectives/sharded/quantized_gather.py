@@ -43,7 +43,7 @@ class QuantizedAllGather:
         `arena`: has memory for the bytes. `async_op`: return a handle, whose ``wait()`` dequantizes.
         """
         width = wire_layout(shard.numel(), **self.how).nbytes
-        block = arena.take(comm.size * width)
+        block = arena.acquire(comm.size * width)
         wires = block.memory[: comm.size * width]
         own = wires[comm.rank * width :][:width]
         quantize(shard, own, **self.how)
@@ -52,7 +52,7 @@ class QuantizedAllGather:
 
         def finish():
             dequantize(wires, out, parts=WireParts(comm.size, shard.numel(), width), **self.how)
-            arena.give(block)
+            arena.release(block)
 
         if async_op:
             return _Pending(work, finish)

@@ -54,7 +54,7 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
     if stages.wire is not None:
         whole = reduces_whole(ranks, stages)
         stages.wire(world if whole else comm, flat, None if whole else out.numel())
-        out.copy_(_own_part(flat, out, comm))
+        out.copy_(_rank_part(flat, out, comm))
     elif stages.reduce_scatter is not None or stages.all_reduce is not None:
         _reduce_by_custom(flat, out, ranks, stages, factor)
     elif world.size == 1:
@@ -65,7 +65,7 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
         plan.before(flat)
         if reduces_whole(ranks, stages):
             world.all_reduce(flat, plan.op, **options)
-            out.copy_(_own_part(flat, out, comm))
+            out.copy_(_rank_part(flat, out, comm))
         else:
             comm.reduce_scatter(out, flat, plan.op, **options)
             if ranks.replicas is not None:
@@ -91,7 +91,7 @@ def ring_elements(numel: int, ranks: Ranks, stages: ReduceStages) -> int:
     return (size - 1) * numel // size + 2 * (replicas - 1) * (numel // size) // replicas
 
 
-def _own_part(flat: torch.Tensor, out: torch.Tensor, comm) -> torch.Tensor:
+def _rank_part(flat: torch.Tensor, out: torch.Tensor, comm) -> torch.Tensor:
     return flat[comm.rank * out.numel() :][: out.numel()]
 
 

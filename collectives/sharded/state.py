@@ -406,10 +406,10 @@ def map_tensors(function: Callable, value):
     return value
 
 
-def _scatter(model: nn.Module, given: Any, owner: Callable[[tuple], Any]):
+def _scatter(model: nn.Module, given: Any, param_of: Callable[[tuple], Any]):
     """Return what rank 0 has, with each tensor of a parameter's shape as a shard. A collective.
 
-    `owner`: returns the parameter of a path of keys, or None.
+    `param_of`: returns the parameter of a path of keys, or None.
     """
     units = units_in(model)
     if not units:
@@ -439,7 +439,7 @@ def _scatter(model: nn.Module, given: Any, owner: Callable[[tuple], Any]):
             whole.copy_(tensors[at].detach().full_tensor() if isinstance(tensors[at], DTensor) else tensors[at])
         if whole.numel():
             comm.broadcast(whole.view(-1).view(torch.uint8), root=0)
-        param = owner(path)
+        param = param_of(path)
         if isinstance(param, RaggedTensor) and param.shape == shape and whole.numel() > 1:
             whole = param.detach().like(part_of(whole, param).clone())
         functools.reduce(dict.__getitem__, path[:-1], made)[path[-1]] = whole
@@ -593,11 +593,11 @@ def scatter_optimizer_state(model: nn.Module, given: dict[str, Any] | None) -> d
     _names_by_id(model)
     params = {clean_name(name): param for name, param in inner_module(model).named_parameters()}
 
-    def owner(path: tuple):
+    def param_of(path: tuple):
         return params.get(path[1]) if path[0] == "state" and len(path) == 3 else None
 
     with _naming("set_optimizer_state_dict(broadcast_from_rank0=True)"):
-        return _scatter(model, given, owner)
+        return _scatter(model, given, param_of)
 
 
 def local_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:

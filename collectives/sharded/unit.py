@@ -418,7 +418,7 @@ class Unit:
     def _reduce_group(self, group: ParamGroup) -> None:
         side, arena = self.scheduler.side, group.arena
         nbytes = group.numel * group.reduce_dtype.itemsize
-        block = arena.take(nbytes)
+        block = arena.acquire(nbytes)
         flat = block.memory[:nbytes].view(group.reduce_dtype)
         group.pack_grads(flat)
         is_new = all(param.sharded.grad is None for param in group.params)
@@ -432,7 +432,7 @@ class Unit:
                 self.reducer.reduce(self, group, flat, out)
             else:
                 reduce(flat, out, self.ranks, self.stages)
-            arena.give(block)
+            arena.release(block)
             if out is not grads:
                 grads.copy_(out)
             if group.store != self.device:
