@@ -106,7 +106,6 @@ class Way:
     kept: int = 0
     casts: float = 0.0
     bucket_bytes: int | None = None
-    gathers_take_sms: bool = True
 
 
 WAYS = (
@@ -114,7 +113,7 @@ WAYS = (
     Way("DDP with our hook", 4.0, 4, 4, casts=6.0),
     Way("DDP with our hook, AdamW inside, bf16", 1.0, 2, 2, inside=True),
     Way("FSDP2, AdamW (fused)", 4.773, 4, 2, sums_in_switch=False, sharded=True),
-    Way("our fully_shard", 3.586, 4, 2, sharded=True, kept=2, gathers_take_sms=False),
+    Way("our fully_shard", 2.679, 4, 2, sharded=True, kept=1),
 )
 
 
@@ -198,8 +197,6 @@ class Step:
         sent = parameters * itemsize * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
         calls = 1 if way.sharded else max(1, round(parameters * way.grad / self.bucket_bytes))
         share = self.rate("switch_sms" if in_switch else "ring_sms")
-        if op == "all_gather" and not way.gathers_take_sms and ranks <= NODE:
-            share = 0.0  # copy engines
         return Task(name, sent / bandwidth + calls * start_seconds(op, ranks, self.rate), after, share)
 
     def _copies(self, parameters: int) -> float:

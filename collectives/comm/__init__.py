@@ -1,6 +1,7 @@
 """Communicator and its parts: engines, asynchronous work, groups, memory, algorithms, watchdog."""
 
 from .agree import ComparedValue, all_gather_bytes, all_gather_object, verify_same
+from .common_memory import allocate_common, is_on_one_host
 from .communicator import Communicator
 from .config import CommConfig, gather_config
 from .engine import Engine, EngineInfo, engines, get_engine, parse_device, resolve_device
@@ -27,6 +28,7 @@ __all__ = [
     "Work",
     "all_gather_bytes",
     "all_gather_object",
+    "allocate_common",
     "call_with_timeout",
     "describe_exit",
     "engines",
@@ -35,6 +37,7 @@ __all__ = [
     "gather_config",
     "get_engine",
     "has_ended",
+    "is_on_one_host",
     "keep_freed_memory",
     "log_while_waiting",
     "make_tag",

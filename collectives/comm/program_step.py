@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .common_memory import is_on_one_host
+
 __all__ = ["set_step"]
 
 
@@ -11,5 +13,5 @@ def set_step(comm, step: int) -> None:
 
     The comparison costs no message. Nothing is compared by NCCL, and between nodes.
     """
-    if comm._on_host and comm.size > 1 and len(comm.machines) == 1 and not comm.closed:
+    if comm.size > 1 and is_on_one_host(comm) and not comm.closed:
         comm._native.set_step(step)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument
+from ..torch_compat import can_swap_storage_memory
 from .fsdp1_arguments import ShardingStrategy, parse_enum
 from .layout import plan_layout
 from .managed_params import managed_parameters, units_in
@@ -27,10 +28,11 @@ class MemoryPlan:
 
     Attributes:
         parameters: This rank's shards.
-        gradients: Those of the shards, which stay between steps.
+        gradients: Those of the shards, until a forward that finds them None.
         optimizer: Its state and master weights.
         buffers: The module's.
-        arena: Memory for gathered parameters and packed gradients, which stays between steps, too.
+        arena: Memory for gathered parameters and packed gradients, which stays between steps. The ranks of
+            one host gather in place, without any, where the dtype stays.
         full_gradients: The most at one time in a backward.
         work: The optimizer's temporaries.
         activations: As given.
@@ -90,7 +92,7 @@ def memory_plan(
     """Compute the bytes of a rank that trains a module on `ranks` ranks. Starts nothing.
 
     Counted are steps from the third on. The plan assumes that inner units run in the order in which
-    they are registered, once in each forward. Not counted: activations, temporaries inside
+    they are registered, once in each forward, and that all ranks are on one host, if they compute on CPUs. Not counted: activations, temporaries inside
     operations of the model, the memory of libraries.
 
     Args:
@@ -108,7 +110,7 @@ def memory_plan(
         accumulate: Several backwards a step, whose full gradients are kept until the last one.
         master_weights: As in the optimizers of `collectives.optim`.
         offload: Shards and optimizer on the host.
-        activations: Their bytes, counted through forward and backward.
+        activations: Their bytes at the end of the forward.
         device: Where it computes. None: where the module is, and a GPU for the meta device if there is one.
 
     Raises:
@@ -123,7 +125,8 @@ def memory_plan(
     if reshards is not None and not isinstance(reshards, bool) and (reshards < 2 or shards % reshards):
         raise InvalidArgument(f"reshard_after_forward must divide {shards} ranks", op="memory_plan")
     device = _find_device(module, device)
-    planned = _plan_units(module, units, shards, mp_policy, set(map(id, ignored_params)), reshards)
+    on_one_host = device.type == "cpu" and can_swap_storage_memory()
+    planned = _plan_units(module, units, shards, mp_policy, on_one_host, set(map(id, ignored_params)), reshards)
     arena = _Arena(planned, prefetches=device.type == "cuda", keeps=strategy.name == "SHARD_OPTIMIZER")
     groups = [group for unit in planned for group in unit.groups]
     trainable = [group for group in groups if group.trains]
@@ -145,10 +148,13 @@ def memory_plan(
         )
     always = sum(kept.values()) + buffers + arena.total
     passes = always + activations + sum(unit.kept_after_forward for unit in planned)
+    # In a backward the gradients of the shards come while the activations go, or accumulated full gradients.
+    less = min(activations + (full_gradients if accumulate else 0), kept["gradients"])
     peaks = {
-        "forward": passes + (full_gradients if accumulate else 0), "backward": passes + full_gradients + arena.outputs,
+        "forward": passes - kept["gradients"] + (full_gradients if accumulate else 0),
+        "backward": passes - less + full_gradients + arena.outputs,
         "step": always + work,
-    }  # fmt: skip
+    }
     peak_in = max(peaks, key=peaks.get)
     return MemoryPlan(
         ranks=ranks, strategy=strategy.name, **kept, buffers=buffers, arena=arena.total, full_gradients=full_gradients,
@@ -180,7 +186,7 @@ def _find_device(module: nn.Module, device) -> torch.device:
 class _Group:
     """The parameters of a unit with one dtype, trainable or frozen: sizes as of `param.ParamGroup`."""
 
-    def __init__(self, params: list[nn.Parameter], shards: int, policy):
+    def __init__(self, params: list[nn.Parameter], shards: int, policy, on_one_host: bool):
         self.params = params
         self.dtype, self.trains = params[0].dtype, params[0].requires_grad
         casts = self.dtype.is_floating_point
@@ -189,7 +195,7 @@ class _Group:
         rows = [max(1, param.shape[1:].numel() if param.dim() else 1) for param in params]
         narrowest = min(dtype.itemsize for dtype in (self.dtype, self.gather_dtype, self.reduce_dtype))
         self.part = plan_layout([param.numel() for param in params], rows, shards, itemsize=narrowest).part
-        shares_memory = shards == 1 and self.gather_dtype == self.dtype
+        shares_memory = (shards == 1 or on_one_host) and self.gather_dtype == self.dtype
         self.gathered = 0 if shares_memory else self.part * shards * self.gather_dtype.itemsize
         self.packed = self.part * shards * self.reduce_dtype.itemsize if self.trains else 0
         self.full_grads = sum(param.numel() for param in params) * self.gather_dtype.itemsize if self.trains else 0
@@ -199,13 +205,13 @@ class _Group:
 class _PlannedUnit:
     """A unit: its groups, and the units inside it, in the order in which they run."""
 
-    def __init__(self, name: str, params: list[nn.Parameter], shards: int, policy, reshards):
+    def __init__(self, name: str, params: list[nn.Parameter], shards: int, policy, on_one_host: bool, reshards):
         kinds: dict[tuple, list] = {}
         for param in params:
             kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
         self.name, self.reshards = name, reshards
         self.count = sum(param.numel() for param in params)
-        self.groups = [_Group(members, shards, policy) for members in kinds.values()]
+        self.groups = [_Group(members, shards, policy, on_one_host) for members in kinds.values()]
         self.gathered = sum(group.gathered for group in self.groups)
         self.full_grads = sum(group.full_grads for group in self.groups)
         is_int = reshards is not None and not isinstance(reshards, bool)
@@ -213,7 +219,7 @@ class _PlannedUnit:
         self.inside: list[_PlannedUnit] = []
 
 
-def _plan_units(module, given, shards: int, policy, ignored: set[int], reshards) -> list[_PlannedUnit]:
+def _plan_units(module, given, shards: int, policy, on_one_host: bool, ignored: set[int], reshards) -> list[_PlannedUnit]:
     """Return the units of a module, outermost first, whose first one has the others inside."""
     if isinstance(module, ShardedModule):
         members = {}
@@ -233,7 +239,7 @@ def _plan_units(module, given, shards: int, policy, ignored: set[int], reshards)
     names = {part: name for name, part in module.named_modules()}
     made: dict[nn.Module, _PlannedUnit] = {}
     for each, params, its_policy, its in members.values():
-        unit = _PlannedUnit(names[each] or type(each).__name__, params, shards, its_policy, its)
+        unit = _PlannedUnit(names[each] or type(each).__name__, params, shards, its_policy, on_one_host, its)
         outer = [part for part in made if any(each is inner for inner in part.modules())]
         if outer:
             made[outer[-1]].inside.append(unit)

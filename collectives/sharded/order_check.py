@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ..comm import RankWait, first_line, format_ranks
+from ..comm import RankWait, first_line, format_ranks, is_on_one_host
 from ..comm.communicator import Communicator
 from ..comm.liveness import exit_reason
 from ..cuda_state import refuse_capture
@@ -34,7 +34,7 @@ _CURE = "all ranks must call the same units in the same order: look for branches
 
 def compares_order(world: Communicator) -> bool:
     """Whether the engine of a communicator compares the tags of units itself."""
-    return world.size == 1 or (world.engine.device_type == "cpu" and len(world.machines) == 1)
+    return world.size == 1 or is_on_one_host(world)
 
 
 class OrderCheck:

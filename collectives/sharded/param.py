@@ -7,15 +7,18 @@ gathered buffer. Both objects live as long as the unit; the module holds one of 
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 
 import torch
 from torch import nn
 
+from ..comm import allocate_common, is_on_one_host
+from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
 from ..kernels import pack
-from ..torch_compat import storage_use_count
+from ..torch_compat import can_swap_storage_memory, is_transformed, storage_use_count, swap_storage_memory
 from .arena import Arena, Block
 from .layout import plan_layout
 from .mesh import Ranks
@@ -25,6 +28,7 @@ from .ragged_tensor import RaggedTensor
 __all__ = ["ParamGroup", "ShardedParam", "as_real", "checksum"]
 
 
+_logger = logging.getLogger("collectives.sharded")
 _UNSHARED = 2  # uses of an object, or a storage, that has one owner: the owner, and the question itself
 
 
@@ -105,6 +109,7 @@ class ParamGroup:
         full: The gathered buffer, which the full parameters view. Its storage has memory while the
             group is gathered.
         store: The device of the shard.
+        reads_common: Whether it is gathered, and the full parameters lie in the ranks' shards themselves.
     """
 
     def __init__(
@@ -140,6 +145,9 @@ class ParamGroup:
         self.part = self.layout.part
         self.numel = self.part * self.size
         self._block: Block | None = None
+        self._common: torch.Tensor | None = None  # the parts of all ranks, in memory of them all
+        self._tried_common = False
+        self.reads_common = False
         self._kept: Block | None = None  # this rank's part among its neighbours
         self._grads: torch.Tensor | None = None  # flat, of the last reduction
         self._grad_views: list[RaggedTensor] = []  # of it, the gradients
@@ -161,8 +169,8 @@ class ParamGroup:
             is_empty = cuts[self.rank] == cuts[self.rank + 1]
             param.start = 0 if is_empty else max(param.offset - self.rank * self.part, 0)
 
-        ends = [*self.layout.offsets[1:], self.numel]
-        begins = [param.offset + param.shape.numel() for param in self.params]
+        ends = [*self.layout.offsets, self.numel]
+        begins = [0, *(param.offset + param.shape.numel() for param in self.params)]
         self._gaps = [slice(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
 
     def _make_shards(self, originals) -> None:
@@ -228,6 +236,7 @@ class ParamGroup:
             self.reduce_dtype = dtype if follows[1] else self.reduce_dtype
             self.dtype = dtype
         self.shard = self._allocate_shard(device.type == "meta")
+        self._common, self._tried_common = None, False
         self.drop_output()
         for param, local in zip(self.params, data, strict=True):
             view = param.view_shard(self.shard)
@@ -244,14 +253,16 @@ class ParamGroup:
 
     @property
     def is_gathered(self) -> bool:
-        return self.shares_memory or self._block is not None
+        return self.shares_memory or self.reads_common or self._block is not None
 
     # ---- Gathering.
 
-    def all_gather(self, *, custom=None, wire=None, neighbours=None, async_op: bool = False):
+    def all_gather(self, *, in_place=False, custom=None, wire=None, neighbours=None, async_op: bool = False):
         """Gather the parameters into memory of the arena. A collective.
 
         Args:
+            in_place: On one host let the full parameters lie in the ranks' shards themselves, which nobody
+                writes to between the ranks' meetings before the first read and after the last one. Nothing is copied.
             custom: A user's function in place of the communicator's all-gather.
             wire: A `QuantizedAllGather`, in whose format parameters are sent.
             neighbours: The communicator of the ranks that have kept the parameters between them
@@ -265,6 +276,10 @@ class ParamGroup:
                 f"{self.params[0].name} is on the meta device: module.to_empty(device=...) gives it memory, and "
                 "reset_parameters() or load_state_dict() values"
             )
+        if in_place and custom is None and wire is None and self._share_shards():
+            swap_storage_memory(self.full.untyped_storage(), self._common.untyped_storage())
+            self.reads_common = True
+            return None
         self._block = self.arena.fill(self.full.untyped_storage(), self.numel * self.gather_dtype.itemsize)
         if neighbours is not None and self._kept is not None:
             return neighbours.all_gather(self.full, self._view_kept(self._kept, neighbours), async_op=async_op)
@@ -284,11 +299,37 @@ class ParamGroup:
             return custom(self.full, send, group, async_op)
         return comm.all_gather(self.full, send, async_op=async_op)
 
+    def _share_shards(self) -> bool:
+        """Move this rank's part next to those of the others in common memory, the first time; return whether it
+        is there. The first time a collective.
+        """
+        if not self._tried_common and not is_transformed():  # in which new tensors have no memory to map
+            self._tried_common = True
+            comm = self.ranks.comm
+            if (
+                self.size > 1 and self.numel and self.gather_dtype == self.dtype and self.store == self.ranks.device
+                and is_on_one_host(comm) and can_swap_storage_memory()
+            ):  # fmt: skip
+                nbytes = self.part * self.dtype.itemsize
+                memory, reason = allocate_common(comm, nbytes * self.size)
+                if memory is None:
+                    level = logging.WARNING if self.rank == 0 else logging.DEBUG
+                    _logger.log(level, "the ranks don't share the memory of their shards, and copy them: %s", reason)
+                    return False
+                self._common = torch.frombuffer(memory, dtype=self.dtype, count=self.numel)
+                own = torch.frombuffer(memory, dtype=self.dtype, count=self.part, offset=self.rank * nbytes)
+                own.copy_(self.shard)
+                swap_storage_memory(self.shard.untyped_storage(), own.untyped_storage())
+        return self._common is not None
+
     def free(self) -> None:
         """Give the gathered buffer's memory, and a part that is kept, back to the arena."""
         if self._kept is not None:
             self.arena.release(self._kept)
             self._kept = None
+        if self.reads_common:
+            swap_storage_memory(self.full.untyped_storage(), self._common.untyped_storage())
+            self.reads_common = False
         if self._block is not None:
             self.arena.drain(self.full.untyped_storage(), self._block)
             self._block = None
@@ -296,7 +337,7 @@ class ParamGroup:
     def keep_post_forward(self, neighbours) -> None:
         """Free the gathered buffer, but keep this rank's part among its neighbours for the backward."""
         block = None
-        if not self.shares_memory:
+        if self._block is not None:
             block = self.arena.acquire(self.numel * self.gather_dtype.itemsize // neighbours.size)
             part = self._view_kept(block, neighbours)
             part.copy_(self.full[neighbours.rank * part.numel() :][: part.numel()])
@@ -347,7 +388,16 @@ class ParamGroup:
         if self._grads is None or not self._is_unused(self._grads):
             self._grads = torch.empty(self.part, dtype=self.dtype, device=self.ranks.device)
             self._grad_views = []
+        storage = self._grads.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.part * self.dtype.itemsize)
         return self._grads
+
+    def free_unused_output(self) -> None:
+        """Free the memory of `take_output` until then, if nobody uses it."""
+        captures = self.ranks.device.type == "cuda" and is_capturing(None)
+        if self._grads is not None and not captures and self._is_unused(self._grads):
+            self._grads.untyped_storage().resize_(0)
 
     def _is_unused(self, grads: torch.Tensor) -> bool:
         """Whether a flat shard of gradients is used by the group alone: by itself and its views."""

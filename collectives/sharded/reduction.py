@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..comm import is_on_one_host
 from ..compression.averaging import plan_division
 from ..torch_compat import premul_sum
 from .mesh import Ranks
@@ -79,8 +80,7 @@ def reduces_whole(ranks: Ranks, stages: ReduceStages) -> bool:
     """Whether all ranks get all of the sum, by one collective of shards and replicas."""
     if ranks.replicas is None or ranks.comm.size == 1:
         return ranks.comm.size == 1
-    on_one_node = ranks.world._on_host and len(ranks.world.machines) == 1
-    return on_one_node or stages.wire is not None or stages.algorithm is not None
+    return is_on_one_host(ranks.world) or stages.wire is not None or stages.algorithm is not None
 
 
 def ring_elements(numel: int, ranks: Ranks, stages: ReduceStages) -> int:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "get_scheduler", "living"]
 
 _END_TAG = make_tag("the parameters that a backward has used")
+_FORWARD_TAG = make_tag("the end of a forward")
 _schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
 
@@ -72,6 +73,10 @@ class Scheduler:
         self.offload = GradientOffload(self.side)
         self.step_count = StepCount()
         self.is_last_backward = True
+        # Units that read the other ranks' shards where they are, and whether some of this forward or backward do:
+        # then no rank may write to its own before all have ended it.
+        self._readers: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
+        self._reads_shards = False
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
         self._units: list[weakref.ref[Unit]] = []
         self._depth = 0  # of nested forwards
@@ -109,6 +114,18 @@ class Scheduler:
         """Note that a unit begins a collective, where the engine doesn't compare the ranks' units."""
         if self._check is not None:
             self._check.note(unit.index, kind)
+
+    def begin_reads(self, unit: Unit, *, compares: bool) -> None:
+        """Have a unit read the other ranks' shards where they are: in a forward wait until all ranks have begun theirs.
+
+        `compares`: wait in any case, so that ranks in other units are told.
+        """
+        is_first = self.is_in_forward and not self.is_recomputing and not self._reads_shards
+        self._readers[unit] = None
+        self._reads_shards = True
+        if is_first or compares:
+            with tagged(unit.tag, self.comm):
+                self.comm.barrier()
 
     def _name_of(self, index: int) -> str:
         unit = self._units[index]()
@@ -155,11 +172,9 @@ class Scheduler:
                 op="forward", rank=self.comm.rank,
             )  # fmt: skip
         unit.sync_attributes()
-        unit.drop_stale()
         unit.unshard()
         self._forward[unit] = None
         for other in unit.forward_prefetch or self._next_in_forward(unit):
-            other.drop_stale()
             other.unshard(async_op=True)
 
     def _begin_pass(self, root: torch.nn.Module) -> None:
@@ -170,6 +185,12 @@ class Scheduler:
             for name, module in root.named_modules():
                 if name and hasattr(module, "_unit"):
                     module._unit.set_name(f"{name} ({type(module).__name__})")
+        for unit in list(self._readers):
+            unit.reshard()  # the ranks may have written to their shards since
+        self._readers.clear()
+        self._reads_shards = False
+        for unit in self.units:
+            unit.free_unused_grads()
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
 
@@ -215,6 +236,14 @@ class Scheduler:
             if not begins_backward:
                 self._reshard_after_forward(unit, wants_grad)
             unit.end_pass()
+        self._end_reads(_FORWARD_TAG)
+
+    def _end_reads(self, tag: int) -> None:
+        """Wait for all ranks where they may still read this rank's shards."""
+        if self._reads_shards:
+            self._reads_shards = False
+            with tagged(tag, self.comm):
+                self.comm.barrier()
 
     def abort_forward(self) -> None:
         """Reshard everything after an exception has left a forward."""
@@ -338,7 +367,9 @@ class Scheduler:
         self.side.join()
         self.offload.wait()
         reduced, self._reduced = self._reduced, {}
-        self._drop_unused(reduced)
+        if not self._drop_unused(reduced):
+            self._end_reads(_END_TAG)
+        self._reads_shards = False
         for reducer in self._reducers():
             reducer.end()
         if self._check is not None:
@@ -348,22 +379,24 @@ class Scheduler:
                 if param.sharded.grad is not None:
                     hook(param.sharded)
 
-    def _drop_unused(self, reduced: dict[ShardedParam, tuple[bool, bool]]) -> None:
-        """Set the new gradients of parameters that no rank has used to None, as in one process.
+    def _drop_unused(self, reduced: dict[ShardedParam, tuple[bool, bool]]) -> bool:
+        """Set the new gradients of parameters that no rank has used to None, as in one process; return whether
+        that has waited for all ranks.
 
         On a GPU they stay zeros, since the host doesn't wait there.
         """
         if not reduced or self.comm.device.type != "cpu":
-            return
+            return False
         used = torch.tensor([is_used for is_used, _ in reduced.values()], dtype=torch.uint8, device="cpu")
         if self.comm.size > 1:
             with tagged(_END_TAG, self.comm):
                 self.comm.all_reduce(used, "max")
         if used.all():
-            return
+            return True
         for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):
             if is_new and not is_used:
                 param.sharded.grad = None
+        return True
 
     def _reducers(self) -> list:
         return list(dict.fromkeys(unit.reducer for unit in self.units if unit.reducer is not None))

@@ -159,6 +159,11 @@ class Unit:
         return any(not group.shares_memory for group in self.groups)
 
     @property
+    def reads_common(self) -> bool:
+        """Whether it is gathered, and its full parameters lie in the ranks' shards themselves."""
+        return any(group.reads_common for group in self.groups)
+
+    @property
     def requires_grad(self) -> bool:
         return any(group.requires_grad for group in self.groups)
 
@@ -230,8 +235,12 @@ class Unit:
     def unshard(self, *, async_op: bool = False) -> None:
         """All-gather the parameters, and have the modules hold the full ones. A collective.
 
-        Blocks on the host. `async_op`: only begin; `wait_for_unshard` ends it.
+        Blocks on the host. What is gathered already is kept, unless the shards were written to since.
+        `async_op`: only begin; `wait_for_unshard` ends it.
         """
+        in_place = self.scheduler.is_running
+        if self.is_unsharded and (self.versions != self.read_versions() or (self.reads_common and not in_place)):
+            self.reshard()
         if not self.is_unsharded and self._works is None:
             self._check_converted()
             if not self.scheduler.is_running:
@@ -247,7 +256,7 @@ class Unit:
             with order(), tagged(self.tag, *comms):
                 works = [
                     group.all_gather(
-                        custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
+                        in_place=in_place, custom=self.custom_all_gather, wire=self.wire, neighbours=self.neighbours,
                         async_op=async_op and not self.scheduler.side,
                     )
                     for group in self.groups
@@ -256,6 +265,8 @@ class Unit:
             self._gathered_event = self.scheduler.side.record_event()
             if any(group.store != self.device for group in self.groups):
                 self.scheduler.offload.note_reads()
+        if self.reads_common:
+            self.scheduler.begin_reads(self, compares=self._forwards < _COMPARED_FORWARDS)
         if not async_op:
             self.wait_for_unshard()
 
@@ -338,11 +349,6 @@ class Unit:
                     for group in self.groups:
                         group.write_back()
 
-    def drop_stale(self) -> None:
-        """Free the gathered buffers if the shards were written to since they were gathered."""
-        if self.is_unsharded and self.versions != self.read_versions():
-            self.reshard()
-
     def read_versions(self) -> tuple[int, ...]:
         """Return autograd's counts of the writes to the shards."""
         shards = [group.shard._version for group in self.groups if not group.shard.is_inference()]
@@ -393,6 +399,11 @@ class Unit:
         """Drop full gradients that wait for a reduction."""
         for param in self.params:
             param.full.grad = None
+
+    def free_unused_grads(self) -> None:
+        """Free the memory of the shards' gradients that have been set to None, until the next reduction."""
+        for group in self.groups:
+            group.free_unused_output()
 
     @torch.no_grad()
     def reduce(self) -> list[tuple[ShardedParam, bool, bool]]:

@@ -9,19 +9,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from collectives.comm import registration
+from collectives.sharded import param
 
 
 class Counted(TorchDispatchMode):
     """Inside it every new storage on the host counts while it lives: `now`, and `most` at one time.
 
     The engine's blocks count with all their bytes; tensors that view them don't count again.
-    Temporaries inside an operation aren't counted.
+    Of memory that all ranks share each counts its part. Temporaries inside an operation aren't counted.
     """
 
     def __init__(self):
         super().__init__()
         self.now = self.most = 0
         self._known = {}
+        self._common = set()  # (address, bytes) of memory of all ranks, of which this one's part is counted
 
     def __enter__(self):
         allocate = registration.allocate
@@ -31,12 +33,24 @@ class Counted(TorchDispatchMode):
             self._take(tensor.untyped_storage())
             return tensor
 
-        self._patch = mock.patch.object(registration, "allocate", counted)
-        self._patch.start()
+        allocate_common = param.allocate_common
+
+        def noted(comm, nbytes):
+            memory, reason = allocate_common(comm, nbytes)
+            if memory is not None:
+                self._common.add((torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), nbytes))
+            return memory, reason
+
+        self._patches = [
+            mock.patch.object(registration, "allocate", counted), mock.patch.object(param, "allocate_common", noted)
+        ]  # fmt: skip
+        for patch in self._patches:
+            patch.start()
         return super().__enter__()
 
     def __exit__(self, *error):
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
         return super().__exit__(*error)
 
     def begin(self) -> None:
@@ -57,7 +71,7 @@ class Counted(TorchDispatchMode):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._known[key]
-            else:
+            elif (storage.data_ptr(), storage.nbytes()) not in self._common:
                 self.now += storage.nbytes()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -10,6 +10,7 @@ from torch import nn
 
 from collectives.sharded import ShardedModule, fully_shard
 from collectives.sharded.param import ParamGroup
+from collectives.torch_compat import can_swap_storage_memory
 from tests.hosts import joined
 from tests.ranks import run_ranks
 from tests.sharded.programs import Net, loss_of, shard_blocks
@@ -69,13 +70,13 @@ def collectives_of_steps(ctx, machines):
         return found
 
 
-@pytest.mark.parametrize("machines", ["aaaa", "aabb"])
-def test_the_collectives_of_a_step(machines):
-    """Four gathers in the forward, two in the backward, which begins with the other ones, four reductions, and one sum
-    of which parameters were used.
+@pytest.mark.parametrize(("machines", "gathers"), [("aaaa", 2 if can_swap_storage_memory() else 6), ("aabb", 4 + 2)])
+def test_the_collectives_of_a_step(machines, gathers):
+    """On one host barriers before and behind the forward. On two, four gathers in the forward, and two in the
+    backward, which begins with the other ones. On both four reductions, and one sum of which parameters were used.
     """
     for found in run_ranks(collectives_of_steps, 4, machines):
-        assert found[3:] == [(4 + 2 + 4 + 1, 0)] * 3, found
+        assert found[3:] == [(gathers + 4 + 1, 0)] * 3, found
 
 
 @over_comm
@@ -83,6 +84,9 @@ def two_models(ctx):
     """A forward of another model, whose gradients nobody wants yet, or ever."""
     comm = ctx.communicator().split(0)
     first, second = (shard_blocks(Net(), comm=comm) for _ in range(2))
+    for _ in range(3):  # whose calls are compared
+        loss_of(first, ctx.rank, 0).backward()
+        loss_of(second, ctx.rank, 1).backward()
     counts = []
     for other in (None, first, first):
         if other is not None:
@@ -100,8 +104,8 @@ def two_models(ctx):
 
 
 def test_a_backward_reduces_the_units_of_its_own_model():
-    for (first, *later), is_freed in run_ranks(two_models, 2):
-        assert later == [first - 1, first - 1] and is_freed  # later backwards begin with a unit that is gathered
+    for counts, is_freed in run_ranks(two_models, 2):
+        assert len(set(counts)) == 1 and is_freed
 
 
 # ---- Memory.
