@@ -175,8 +175,8 @@ def shard(
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # the memory goes
     compile_gradient_kernels(
         (param.sharded for param in unit.params), options=None if hook_state is None else hook_state.options,
-        steps=reducer is not None and reducer.steps, packs=True, device=unit.device,
-        dtypes=(unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype),
+        steps=reducer is not None and reducer.steps, packs=any(group.casts_grads for group in unit.groups),
+        dtypes=(unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype), device=unit.device,
     )  # fmt: skip
     unit.modules = modules
     watch_state_dicts(unit)

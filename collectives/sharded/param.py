@@ -252,6 +252,11 @@ class ParamGroup:
         return self.size == 1 and self.gather_dtype == self.dtype and self.store == self.ranks.device
 
     @property
+    def casts_grads(self) -> bool:
+        """Whether gradients are packed in another dtype than the one that they come in."""
+        return self.requires_grad and self.reduce_dtype != self.gather_dtype
+
+    @property
     def is_gathered(self) -> bool:
         return self.shares_memory or self.reads_common or self._block is not None
 
@@ -365,12 +370,11 @@ class ParamGroup:
 
     def pack_grads(self, flat: torch.Tensor) -> None:
         """Move the full gradients into a flat buffer; parameters without one are zeros in it."""
-        views, grads, offsets = [], [], []
+        params, grads = [], []
         for param in self.params:
             grad = param.full.grad
             if grad is not None:
-                offsets.append(param.offset)
-                views.append(param.view_full(flat))
+                params.append(param)
                 grads.append(grad if grad.layout is torch.strided else grad.to_dense())
                 param.full.grad = None
         if len(grads) < len(self.params):
@@ -378,10 +382,10 @@ class ParamGroup:
         else:
             for gap in self._gaps:
                 flat[gap].zero_()
-        if grads and flat.is_cuda and not flat.is_complex():
-            pack([grad.contiguous() for grad in grads], flat, offsets=offsets)
+        if grads and flat.is_cuda and self.casts_grads:
+            pack([grad.contiguous() for grad in grads], flat, offsets=[param.offset for param in params])
         elif grads:
-            torch._foreach_copy_(views, grads)
+            torch._foreach_copy_([param.view_full(flat) for param in params], grads)
 
     def take_output(self) -> torch.Tensor:
         """Return a flat shard for reduced gradients: the memory of those before, if nobody uses it any more."""
