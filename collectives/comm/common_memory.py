@@ -6,9 +6,11 @@ memory is nobody's: it is freed when the last rank has dropped it.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
+
+import numpy
+import torch
 
 from .agree import all_gather_object
 from .communicator import Communicator
@@ -24,8 +26,9 @@ def is_on_one_host(comm: Communicator) -> bool:
     return comm.device.type == "cpu" and len(comm.machines) == 1
 
 
-def allocate_common(comm: Communicator, nbytes: int) -> tuple[mmap.mmap | None, str]:
-    """Allocate zeros that all ranks of a communicator on one host map, behind which lie some bytes of ours. A collective; blocks.
+def allocate_common(comm: Communicator, nbytes: int) -> tuple[numpy.ndarray | None, str]:
+    """Allocate bytes of 0 that all ranks of a communicator on one host map, behind which lie some of ours. A
+    collective; blocks.
 
     Nothing orders the ranks' reads and writes: a barrier between them does. The memory is freed when no
     rank has it mapped any more. Returns the memory, and ""; or None and the reason, the same on all
@@ -60,15 +63,20 @@ def allocate_common(comm: Communicator, nbytes: int) -> tuple[mmap.mmap | None, 
     return memory, ""
 
 
-def _map(process: str, number: int, token: bytes, nbytes: int) -> mmap.mmap:
+def _map(process: str, number: int, token: bytes, nbytes: int) -> numpy.ndarray:
     """Map another process's file; raise OSError where it isn't the one that ends with the token."""
     node, namespace, pid, _ = process.split("|")
     if [node, namespace] != this_process().split("|")[:2]:
         raise OSError("it is in another process namespace than rank 0")
-    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    path = f"/proc/{pid}/fd/{number}"
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(file).st_size != nbytes or os.pread(file, _TOKEN_BYTES, nbytes - _TOKEN_BYTES) != token:
             raise OSError(f"descriptor {number} of process {pid} is another file than rank 0's")
-        return mmap.mmap(file, nbytes)
     finally:
         os.close(file)
+    try:
+        # torch keeps no descriptor open, as Python's mmap does.
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy()
+    except RuntimeError as error:
+        raise OSError(f"{path}: {error}") from error

@@ -62,6 +62,10 @@ class Arena:
         self._record(block)
         self._free.append(block)
 
+    def trim(self) -> None:
+        """Free the blocks that nobody uses."""
+        self._free.clear()
+
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> Block:
         """Give a storage memory; return the block that it is of, for `drain`."""
         if not can_swap_storage_memory():

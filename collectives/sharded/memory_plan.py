@@ -91,9 +91,9 @@ def memory_plan(
 ) -> MemoryPlan:  # fmt: skip
     """Compute the bytes of a rank that trains a module on `ranks` ranks. Starts nothing.
 
-    Counted are steps from the third on. The plan assumes that inner units run in the order in which
-    they are registered, once in each forward, and that all ranks are on one host, if they compute on CPUs. Not counted: activations, temporaries inside
-    operations of the model, the memory of libraries.
+    Counted are steps from the fifth on. The plan assumes that inner units run in the order in which
+    they are registered, once in each forward, and that all ranks are on one host, if they compute on
+    CPUs. Not counted: activations, temporaries inside operations of the model, the memory of libraries.
 
     Args:
         module: As it is, on the meta device, or sharded already: its units and their settings are
@@ -125,9 +125,10 @@ def memory_plan(
     if reshards is not None and not isinstance(reshards, bool) and (reshards < 2 or shards % reshards):
         raise InvalidArgument(f"reshard_after_forward must divide {shards} ranks", op="memory_plan")
     device = _find_device(module, device)
-    on_one_host = device.type == "cpu" and can_swap_storage_memory()
+    keeps = strategy.name == "SHARD_OPTIMIZER"
+    on_one_host = device.type == "cpu" and can_swap_storage_memory() and not keeps
     planned = _plan_units(module, units, shards, mp_policy, on_one_host, set(map(id, ignored_params)), reshards)
-    arena = _Arena(planned, prefetches=device.type == "cuda", keeps=strategy.name == "SHARD_OPTIMIZER")
+    arena = _Arena(planned, prefetches=device.type == "cuda", keeps=keeps)
     groups = [group for unit in planned for group in unit.groups]
     trainable = [group for group in groups if group.trains]
     cost = OptimizerCost(optimizer, master_weights=master_weights, on_gpu=device.type == "cuda")
@@ -211,7 +212,8 @@ class _PlannedUnit:
             kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
         self.name, self.reshards = name, reshards
         self.count = sum(param.numel() for param in params)
-        self.groups = [_Group(members, shards, policy, on_one_host) for members in kinds.values()]
+        shares = on_one_host and reshards is not False
+        self.groups = [_Group(members, shards, policy, shares) for members in kinds.values()]
         self.gathered = sum(group.gathered for group in self.groups)
         self.full_grads = sum(group.full_grads for group in self.groups)
         is_int = reshards is not None and not isinstance(reshards, bool)
@@ -219,7 +221,9 @@ class _PlannedUnit:
         self.inside: list[_PlannedUnit] = []
 
 
-def _plan_units(module, given, shards: int, policy, on_one_host: bool, ignored: set[int], reshards) -> list[_PlannedUnit]:
+def _plan_units(
+    module, given, shards: int, policy, on_one_host: bool, ignored: set[int], reshards
+) -> list[_PlannedUnit]:
     """Return the units of a module, outermost first, whose first one has the others inside."""
     if isinstance(module, ShardedModule):
         members = {}

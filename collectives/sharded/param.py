@@ -14,11 +14,11 @@ import warnings
 import torch
 from torch import nn
 
-from ..comm import allocate_common, is_on_one_host
+from ..comm import all_gather_object, allocate_common, is_on_one_host
 from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
 from ..kernels import pack
-from ..torch_compat import can_swap_storage_memory, is_transformed, storage_use_count, swap_storage_memory
+from ..torch_compat import can_swap_storage_memory, storage_use_count, swap_storage_memory
 from .arena import Arena, Block
 from .layout import plan_layout
 from .mesh import Ranks
@@ -147,10 +147,12 @@ class ParamGroup:
         self._block: Block | None = None
         self._common: torch.Tensor | None = None  # the parts of all ranks, in memory of them all
         self._tried_common = False
+        self._own_address = 0  # of this rank's part there
         self.reads_common = False
         self._kept: Block | None = None  # this rank's part among its neighbours
         self._grads: torch.Tensor | None = None  # flat, of the last reduction
         self._grad_views: list[RaggedTensor] = []  # of it, the gradients
+        self._viewed: list[ShardedParam] = []  # whose gradients they are
         self._place(originals, rows)
         self._make_shards(originals)
         self._make_full(originals)
@@ -266,8 +268,8 @@ class ParamGroup:
         """Gather the parameters into memory of the arena. A collective.
 
         Args:
-            in_place: On one host let the full parameters lie in the ranks' shards themselves, which nobody
-                writes to between the ranks' meetings before the first read and after the last one. Nothing is copied.
+            in_place: On one host let the full parameters lie in the ranks' shards themselves. Nothing is copied.
+                The caller keeps the ranks from writing to them meanwhile.
             custom: A user's function in place of the communicator's all-gather.
             wire: A `QuantizedAllGather`, in whose format parameters are sent.
             neighbours: The communicator of the ranks that have kept the parameters between them
@@ -281,7 +283,7 @@ class ParamGroup:
                 f"{self.params[0].name} is on the meta device: module.to_empty(device=...) gives it memory, and "
                 "reset_parameters() or load_state_dict() values"
             )
-        if in_place and custom is None and wire is None and self._share_shards():
+        if in_place and custom is None and wire is None and self._is_shared():
             swap_storage_memory(self.full.untyped_storage(), self._common.untyped_storage())
             self.reads_common = True
             return None
@@ -304,28 +306,39 @@ class ParamGroup:
             return custom(self.full, send, group, async_op)
         return comm.all_gather(self.full, send, async_op=async_op)
 
-    def _share_shards(self) -> bool:
-        """Move this rank's part next to those of the others in common memory, the first time; return whether it
-        is there. The first time a collective.
+    def _is_shared(self) -> bool:
+        """Whether the parts of all ranks lie side by side in common memory. The first call is a collective, which
+        moves them there.
         """
-        if not self._tried_common and not is_transformed():  # in which new tensors have no memory to map
+        if not self._tried_common:
             self._tried_common = True
-            comm = self.ranks.comm
-            if (
-                self.size > 1 and self.numel and self.gather_dtype == self.dtype and self.store == self.ranks.device
-                and is_on_one_host(comm) and can_swap_storage_memory()
-            ):  # fmt: skip
-                nbytes = self.part * self.dtype.itemsize
-                memory, reason = allocate_common(comm, nbytes * self.size)
-                if memory is None:
-                    level = logging.WARNING if self.rank == 0 else logging.DEBUG
-                    _logger.log(level, "the ranks don't share the memory of their shards, and copy them: %s", reason)
-                    return False
-                self._common = torch.frombuffer(memory, dtype=self.dtype, count=self.numel)
-                own = torch.frombuffer(memory, dtype=self.dtype, count=self.part, offset=self.rank * nbytes)
-                own.copy_(self.shard)
-                swap_storage_memory(self.shard.untyped_storage(), own.untyped_storage())
+            self._share_shards()
+        if self._common is not None and self.shard.data_ptr() != self._own_address:
+            self._common = None  # torch has moved the shard, as share_memory_() does: the ranks copy from now on
         return self._common is not None
+
+    def _share_shards(self) -> None:
+        comm, world = self.ranks.comm, self.ranks.world
+        if (
+            self.size == 1 or not self.numel or self.gather_dtype != self.dtype or self.store != self.ranks.device
+            or not is_on_one_host(world) or not can_swap_storage_memory()
+        ):  # fmt: skip
+            return
+        nbytes = self.part * self.dtype.itemsize
+        memory, reason = allocate_common(comm, nbytes * self.size)
+        if world is not comm:  # all ranks wait for each other's reads, or none
+            reason = next(filter(None, all_gather_object(world, reason)), "")
+        if reason:
+            level = logging.WARNING if world.rank == 0 else logging.DEBUG
+            _logger.log(level, "the ranks don't share the memory of their shards, and copy them: %s", reason)
+            return
+        self._common = torch.frombuffer(memory, dtype=self.dtype, count=self.numel)
+        own = torch.frombuffer(memory, dtype=self.dtype, count=self.part, offset=self.rank * nbytes)
+        own.copy_(self.shard)
+        swap_storage_memory(self.shard.untyped_storage(), own.untyped_storage())
+        self._own_address = self.shard.data_ptr()
+        self.arena.trim()  # of what the gathers until now have used
+        comm.barrier()  # all have copied theirs
 
     def free(self) -> None:
         """Give the gathered buffer's memory, and a part that is kept, back to the arena."""
@@ -406,7 +419,9 @@ class ParamGroup:
     def _is_unused(self, grads: torch.Tensor) -> bool:
         """Whether a flat shard of gradients is used by the group alone: by itself and its views."""
         known = list(map(sys.getrefcount, self._grad_views))
-        return known == [_UNSHARED] * len(known) and storage_use_count(grads) == _UNSHARED + len(known)
+        known += [sys.getrefcount(view._local_tensor) for view in self._grad_views]  # which to_local() may return
+        count = len(self._grad_views)
+        return known == [_UNSHARED] * 2 * count and storage_use_count(grads) == _UNSHARED + count
 
     def drop_output(self) -> None:
         """Free the memory of `take_output`."""
@@ -415,7 +430,7 @@ class ParamGroup:
     def store_grads(self, reduced: torch.Tensor) -> None:
         """Make reduced gradients those of the sharded parameters, or add them to those that are there."""
         trainable = [param for param in self.params if param.sharded.requires_grad]
-        if reduced is self._grads and len(self._grad_views) == len(trainable):  # those of the last step
+        if reduced is self._grads and self._grad_views and trainable == self._viewed:  # as in the last step
             for param, view in zip(trainable, self._grad_views, strict=True):
                 param.sharded.grad = view
             return
@@ -426,9 +441,19 @@ class ParamGroup:
                 views.append(param.sharded.like(view))
                 param.sharded.grad = views[-1]
             else:
-                param.sharded.grad._local_tensor.add_(view)
+                self._own_part(param)._local_tensor.add_(view)
         if reduced is self._grads:
-            self._grad_views = views
+            self._grad_views, self._viewed = views, trainable if len(views) == len(trainable) else []
+
+    def _own_part(self, param: ShardedParam) -> RaggedTensor:
+        """Return a shard's gradient, after this rank's part has taken the place of one that lies otherwise on the mesh,
+        as that of a sum over the whole parameter.
+        """
+        grad = param.sharded.grad
+        if grad.placements != param.sharded.placements:
+            part = param.placement.cut(grad.full_tensor(), self.rank).clone()
+            grad = param.sharded.grad = param.sharded.like(part)
+        return grad
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:

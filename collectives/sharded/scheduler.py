@@ -18,7 +18,7 @@ from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
-from ..torch_compat import current_graph_task_id, will_engine_execute
+from ..torch_compat import current_graph_task_id, is_transformed, will_engine_execute
 from .arena import Arena
 from .offload import GradientOffload
 from .order_check import OrderCheck, compares_order
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "get_scheduler", "living"]
 
 _END_TAG = make_tag("the parameters that a backward has used")
+_COPIED_STEPS = 3  # of a unit, before it reads the ranks' shards where they are
 _FORWARD_TAG = make_tag("the end of a forward")
 _schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
@@ -75,6 +76,7 @@ class Scheduler:
         self.is_last_backward = True
         # Units that read the other ranks' shards where they are, and whether some of this forward or backward do:
         # then no rank may write to its own before all have ended it.
+        self.steps = 0  # backwards that all ranks have ended together
         self._readers: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
         self._reads_shards = False
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
@@ -115,15 +117,26 @@ class Scheduler:
         if self._check is not None:
             self._check.note(unit.index, kind)
 
-    def begin_reads(self, unit: Unit, *, compares: bool) -> None:
-        """Have a unit read the other ranks' shards where they are: in a forward wait until all ranks have begun theirs.
+    def may_read_shards(self, unit: Unit) -> bool:
+        """Whether a unit that is gathered now may read the other ranks' shards where they are; the same on all ranks.
 
-        `compares`: wait in any case, so that ranks in other units are told.
+        In its first steps it copies: by then a program has shown whether it writes to parameters inside of a
+        forward. A unit that stays gathered between forwards copies, too: ranks may make different numbers of these.
+        """
+        if self.is_in_forward and not self.is_recomputing and unit.begin_versions != unit.read_versions():
+            unit.writes_inside = True
+        stays = unit.reshard_after_forward is False or not unit.reshard_after_backward
+        is_new = self.steps - unit.first_step < _COPIED_STEPS
+        return self.is_running and not (stays or is_new or unit.writes_inside or is_transformed())
+
+    def begin_reads(self, unit: Unit) -> None:
+        """Note that a unit reads the other ranks' shards where they are. The first one of an outermost forward
+        waits until all ranks have begun theirs.
         """
         is_first = self.is_in_forward and not self.is_recomputing and not self._reads_shards
         self._readers[unit] = None
         self._reads_shards = True
-        if is_first or compares:
+        if is_first:
             with tagged(unit.tag, self.comm):
                 self.comm.barrier()
 
@@ -186,11 +199,13 @@ class Scheduler:
                 if name and hasattr(module, "_unit"):
                     module._unit.set_name(f"{name} ({type(module).__name__})")
         for unit in list(self._readers):
-            unit.reshard()  # the ranks may have written to their shards since
-        self._readers.clear()
+            if not unit.stays_gathered:
+                unit.reshard()  # the ranks may have written to their shards since
+                del self._readers[unit]
         self._reads_shards = False
         for unit in self.units:
             unit.free_unused_grads()
+            unit.begin_versions = unit.read_versions()
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
 
@@ -237,6 +252,17 @@ class Scheduler:
                 self._reshard_after_forward(unit, wants_grad)
             unit.end_pass()
         self._end_reads(_FORWARD_TAG)
+        for unit in forward:
+            if unit.read_versions() == unit.begin_versions:
+                continue
+            unit.writes_inside = True
+            if unit in self._readers:
+                raise InvalidUsage(
+                    f"parameters of {unit.name} were written to inside of a forward, after it had read them where the "
+                    "ranks write: do it before or after the forward, or from the first step on, so that the ranks copy "
+                    "the parameters",
+                    op="forward", rank=self.comm.rank,
+                )  # fmt: skip
 
     def _end_reads(self, tag: int) -> None:
         """Wait for all ranks where they may still read this rank's shards."""
@@ -307,6 +333,7 @@ class Scheduler:
         """Note that a backward uses a unit, whose forward had no hooks for it."""
         self._begin_backward()
         self._in_backward[unit] = None
+        self._reads_shards = self._reads_shards or unit.reads_common
 
     def _begin_backward(self) -> None:
         if self._is_in_backward:
@@ -356,6 +383,7 @@ class Scheduler:
             unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
             unit.to_sharded()
         if not self.is_last_backward:
+            self._end_reads(_END_TAG)
             return
         roots = {unit.root for unit in in_backward}
         for unit in list(self._awaiting):
@@ -391,6 +419,7 @@ class Scheduler:
         if self.comm.size > 1:
             with tagged(_END_TAG, self.comm):
                 self.comm.all_reduce(used, "max")
+        self.steps += 1
         if used.all():
             return True
         for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):

@@ -113,6 +113,9 @@ class Unit:
         self._works: list | None = None  # of a gather in progress
         self._gathered_event = None
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
+        self.begin_versions: tuple[int, ...] = ()  # when the outermost forward in progress has begun
+        self.writes_inside = False  # shards were written to inside of an outermost forward
+        self.first_step = self.scheduler.steps  # that all ranks have ended when it was made
         self._forwards = 0  # that have been compared by checksums
         self._sums: list[int] = []  # of the full parameters, as they were gathered
         self._full_versions: list[tuple[int, int]] = []
@@ -238,8 +241,8 @@ class Unit:
         Blocks on the host. What is gathered already is kept, unless the shards were written to since.
         `async_op`: only begin; `wait_for_unshard` ends it.
         """
-        in_place = self.scheduler.is_running
-        if self.is_unsharded and (self.versions != self.read_versions() or (self.reads_common and not in_place)):
+        in_place = self.scheduler.may_read_shards(self)
+        if self.is_unsharded and self._is_stale(in_place):
             self.reshard()
         if not self.is_unsharded and self._works is None:
             self._check_converted()
@@ -266,9 +269,16 @@ class Unit:
             if any(group.store != self.device for group in self.groups):
                 self.scheduler.offload.note_reads()
         if self.reads_common:
-            self.scheduler.begin_reads(self, compares=self._forwards < _COMPARED_FORWARDS)
+            self.scheduler.begin_reads(self)
         if not async_op:
             self.wait_for_unshard()
+
+    def _is_stale(self, in_place: bool) -> bool:
+        """Whether what is gathered can't be used. A backward uses copies as its forward has gathered them."""
+        if self.reads_common:
+            return not in_place or self.versions != self.read_versions()
+        in_backward = self.scheduler.is_running and not self.scheduler.is_in_forward
+        return not in_backward and self.versions != self.read_versions()
 
     def finish_gather(self) -> None:
         """Wait for the all-gather of `unshard`: the full parameters have memory then."""

@@ -23,7 +23,7 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self._known = {}
-        self._common = set()  # (address, bytes) of memory of all ranks, of which this one's part is counted
+        self._common = {}  # bytes by address of memory of all ranks, of which this one's part is counted
 
     def __enter__(self):
         allocate = registration.allocate
@@ -38,7 +38,7 @@ class Counted(TorchDispatchMode):
         def noted(comm, nbytes):
             memory, reason = allocate_common(comm, nbytes)
             if memory is not None:
-                self._common.add((torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), nbytes))
+                self._common[memory.ctypes.data] = nbytes
             return memory, reason
 
         self._patches = [
@@ -71,7 +71,7 @@ class Counted(TorchDispatchMode):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._known[key]
-            elif (storage.data_ptr(), storage.nbytes()) not in self._common:
+            elif storage.nbytes() < self._common.get(storage.data_ptr(), 1 << 62):
                 self.now += storage.nbytes()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -87,7 +87,7 @@ def measured(ctx, case):
         )
         stepper = optimizer(model.parameters(), lr=1e-3)
         peaks = {}
-        for _ in range(4):
+        for _ in range(6):
             counted.begin()
             for part in range(micro):
                 with model.no_sync() if part < micro - 1 else torch.enable_grad():

@@ -1,0 +1,198 @@
+"""From the fourth step on the full parameters lie in the ranks' shards on CPUs of one host: no rank writes while
+others read.
+"""
+
+import gc
+import os
+import time
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from collectives.comm import allocate_common, common_memory
+from collectives.sharded import fully_shard
+from collectives.torch_compat import can_swap_storage_memory
+from tests.ranks import run_ranks
+from tests.sharded.training import over_comm
+
+pytestmark = pytest.mark.skipif(not can_swap_storage_memory(), reason="this torch can't swap a storage's memory")
+SECONDS = 0.05  # by which the slow rank is late: a missing barrier shows
+
+
+class Slow(nn.Linear):
+    """A layer that computes late on one rank, in its forward and in its backward."""
+
+    rank = slow_rank = 0
+
+    def forward(self, x):
+        self.wait()
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.wait())
+        return y
+
+    def wait(self):
+        if self.rank == self.slow_rank:
+            time.sleep(SECONDS)
+
+
+def make(ctx, slow_rank, **options):
+    """Return a sharded model of ones, whose last layer is late on one rank."""
+    model = nn.Sequential(nn.Linear(16, 16), Slow(16, 16), Slow(16, 16))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    for layer in model[1:]:
+        layer.rank, layer.slow_rank = ctx.rank, slow_rank
+    for layer in model:
+        fully_shard(layer, comm=ctx.communicator(), **options)
+    model = fully_shard(model, comm=ctx.communicator(), **options)
+    for _ in range(3):
+        model(X).sum().backward()
+        model.zero_grad()
+    return model
+
+
+def fill(model, value):
+    """Write to this rank's shards as nobody sees who counts writes."""
+    for layer in model:
+        layer._unit.params[0].local.data.fill_(value)
+
+
+X = torch.ones(1, 16)
+WHOLE = 16.0**3  # what ones make of X, and of its gradient
+
+
+def writes_behind(ctx, slow_rank, options, way):
+    """Write to the shards as soon as this rank has ended what the slow one still does; return what it has computed."""
+    model = make(ctx, slow_rank, **options)
+    found = []
+    for value in (1.0, 2.0, 3.0, 4.0):
+        fill(model, value)
+        if way == "no_grad":
+            with torch.no_grad():
+                y = model(X)
+        elif way == "forward alone":
+            y = model(X)
+        else:
+            x = X.clone().requires_grad_()
+            y = model(x)
+            if way == "no_sync":
+                model.set_requires_gradient_sync(False)
+            y.sum().backward()
+            y = x.grad
+        fill(model, -100.0)
+        assert any(layer._unit in model._unit.scheduler._readers for layer in model)
+        found.append((y / WHOLE / value**3).unique().tolist())
+    return found
+
+
+@over_comm
+def all_writes(ctx, slow_rank, options):
+    ways = ("no_grad", "forward alone", "backward", "no_sync")
+    return {way: writes_behind(ctx, slow_rank, options, way) for way in ways}
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": None}], ids=["resharded", "default"])
+def test_writes_wait_for_the_reads_of_all_ranks(slow_rank, options):
+    for found in run_ranks(all_writes, 2, slow_rank, options):
+        for way, values in found.items():
+            assert values == [[1.0]] * 4, way
+
+
+@over_comm
+def own_gathers(ctx):
+    """What a program has gathered itself is a copy."""
+    model = make(ctx, None)
+    with torch.no_grad():
+        model(X)
+    ctx.barrier()
+    model[0].unshard()
+    ctx.barrier()
+    fill(model, 7.0)
+    ctx.barrier()
+    found = model[0].weight.unique().tolist()
+    model[0].reshard()
+    with torch.no_grad():
+        return found, model(X).unique().tolist()
+
+
+def test_what_a_program_has_gathered_is_a_copy():
+    assert run_ranks(own_gathers, 2) == [([1.0], [7.0**3 * WHOLE])] * 2
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:collectives"), len(os.listdir("/proc/self/fd"))
+
+
+@over_comm
+def many_models(ctx):
+    counts = []
+    for _ in range(4):
+        model = make(ctx, None)
+        model(X).sum().backward()
+        counts.append(mappings())
+        kept = model[0].weight.to_local()
+        del model
+        gc.collect()
+        ctx.barrier()
+        assert kept.unique().tolist() == [1.0]
+        del kept
+        counts.append(mappings())
+    return counts
+
+
+def test_memory_goes_with_the_model():
+    for counts in run_ranks(many_models, 2):
+        assert counts[3:5] == counts[5:7] and counts[-1][0] < counts[-2][0], counts
+        assert counts[-1][1] == counts[-2][1]  # nor has a model descriptors
+
+
+@over_comm
+def not_mapped(ctx):
+    """A rank in another process namespace: the ranks copy."""
+    own = common_memory.this_process()
+    with mock.patch.object(common_memory, "this_process", lambda: own.replace("pid:", f"pid:{ctx.rank}")):
+        found = mapped.__wrapped__(ctx, reads=False)
+        memory, reason = allocate_common(ctx.communicator(), 100)
+    return found, memory is None and reason
+
+
+@over_comm
+def mapped(ctx, reads=True):
+    model = make(ctx, None)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    model(X).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        found = model(X).sum().item()
+    assert bool(model._unit.scheduler._readers) is reads
+    return found
+
+
+def test_ranks_that_cannot_map_it_copy():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run_ranks(not_mapped, 2)
+    expected = run_ranks(mapped, 2)
+    reason = "rank 1: it is in another process namespace than rank 0"
+    assert found == [(value, reason) for value in expected]
+
+
+def shared_bytes(ctx):
+    memory, reason = allocate_common(ctx.communicator(), 8 * ctx.size)
+    assert not reason
+    values = torch.frombuffer(memory, dtype=torch.int64, count=ctx.size)
+    values[ctx.rank] = ctx.rank + 1
+    ctx.communicator().barrier()
+    return values.tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_ranks_see_what_each_writes(ranks):
+    assert run_ranks(shared_bytes, ranks) == [list(range(1, ranks + 1))] * ranks
