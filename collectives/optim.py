@@ -596,8 +596,13 @@ def _has_dtensors(tensors) -> bool:
     return any(map(_is_dtensor, set(map(type, tensors))))
 
 
+_local_of, _spec_of = operator.attrgetter("_local_tensor"), operator.attrgetter("_spec")
+
+
 def _local_parts(tensors) -> list:
-    return list(map(_local, tensors)) if _has_dtensors(tensors) else list(tensors)
+    if not _has_dtensors(tensors):
+        return list(tensors)
+    return list(map(_local_of if all(map(_is_dtensor, set(map(type, tensors)))) else _local, tensors))
 
 
 def _first_element(param) -> int:
@@ -609,8 +614,11 @@ def _first_element(param) -> int:
 def _gradients(params, members, group) -> list[torch.Tensor]:
     """Return the parameters' gradients, as plain tensors."""
     grads = [param.grad for param in params]
-    if not _has_dtensors(params) and not _has_dtensors(grads):
+    kinds = list(map(_is_dtensor, {*map(type, params), *map(type, grads)}))
+    if not any(kinds):
         return grads
+    if all(kinds) and all(map(operator.is_, map(_spec_of, params), map(_spec_of, grads))):
+        return list(map(_local_of, grads))
     for param, grad, index in zip(params, grads, members, strict=True):
         ours, theirs = getattr(param, "_spec", None), getattr(grad, "_spec", None)
         if ours is not theirs and getattr(ours, "placements", None) != getattr(theirs, "placements", None):

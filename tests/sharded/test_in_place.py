@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from collectives.comm import allocate_common, common_memory
+from collectives.errors import InvalidUsage
 from collectives.sharded import fully_shard
 from collectives.torch_compat import can_swap_storage_memory
 from tests.ranks import run_ranks
@@ -124,6 +125,135 @@ def own_gathers(ctx):
 
 def test_what_a_program_has_gathered_is_a_copy():
     assert run_ranks(own_gathers, 2) == [([1.0], [7.0**3 * WHOLE])] * 2
+
+
+class Momentum(nn.Module):
+    """A layer, and one that follows it, which is written to in the forward."""
+
+    def __init__(self, ctx):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16, bias=False), Slow(16, 16, bias=False)
+        nn.init.ones_(self.q.weight)
+        nn.init.ones_(self.k.weight)
+        self.k.rank, self.k.slow_rank = ctx.rank, 1
+        self.writes_before = self.writes_after = False
+
+    def forward(self, x):
+        y = self.q(x)
+        if self.writes_before:
+            self.write()
+        z = self.k(x)
+        if self.writes_after:
+            self.write()
+        return y, z
+
+    @torch.no_grad()
+    def write(self):
+        self.k.wait()
+        self.k.weight.mul_(0.5).add_(self.q.weight, alpha=0.5)
+
+
+@over_comm
+def momentum(ctx, first_step):
+    """Return whether each step computes with what its forward has written, from a step on."""
+    model = Momentum(ctx)
+    for layer in (model.q, model.k):
+        fully_shard(layer, comm=ctx.communicator())
+    fully_shard(model, comm=ctx.communicator())
+    optimizer = torch.optim.SGD(model.q.parameters(), 1e-3)
+    found = []
+    for step in range(8):
+        model.writes_before = step >= first_step
+        q, k = (layer.weight.full_tensor() for layer in (model.q, model.k))
+        y, z = model(X)
+        found.append(torch.equal(z, X @ (k * 0.5 + q * 0.5 if model.writes_before else k).T))
+        (y.sum() + 0 * z.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, model.k._unit.writes_inside, model.q._unit.writes_inside
+
+
+@pytest.mark.parametrize("first_step", [0, 5])
+def test_units_that_a_forward_writes_to_are_copied(first_step):
+    assert run_ranks(momentum, 2, first_step) == [([True] * 8, True, False)] * 2
+
+
+@over_comm
+def written_behind(ctx):
+    model = Momentum(ctx)
+    for layer in (model.q, model.k):
+        fully_shard(layer, comm=ctx.communicator())
+    fully_shard(model, comm=ctx.communicator())
+    for _ in range(4):
+        sum(model(X)).sum().backward()
+    model.writes_after = True
+    with pytest.raises(InvalidUsage, match="k .Slow. were written to inside of a forward"):
+        model(X)
+    model(X)  # copies now
+    return True
+
+
+def test_a_write_behind_a_read_is_an_error():
+    assert run_ranks(written_behind, 2) == [True] * 2
+
+
+@over_comm
+def kept_gradients(ctx):
+    """A gradient's local tensor that a program keeps has its values."""
+    model = make(ctx, None)
+    model(X).sum().backward()
+    with torch.no_grad():
+        kept = [param.grad.to_local() for param in model.parameters()]
+    copies = [grad.clone() for grad in kept]
+    model.zero_grad()
+    (2 * model(X).sum()).backward()
+    assert all(map(torch.equal, kept, copies))
+    pairs = zip(model.parameters(), copies, strict=True)
+    return [torch.equal(param.grad.to_local(), 2 * grad) for param, grad in pairs]
+
+
+def test_gradients_that_are_kept():
+    for found in run_ranks(kept_gradients, 2):
+        assert found == [True] * 6
+
+
+@over_comm
+def taking_turns(ctx):
+    """Layers of one unit that are trainable in turn."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    for number, layer in enumerate(model):
+        nn.init.constant_(layer.weight, 1 + number)
+    fully_shard(model, comm=ctx.communicator())
+    found = []
+    for step in range(4):
+        for number, layer in enumerate(model):
+            layer.weight.requires_grad_(number % 2 == step % 2)
+        model(torch.ones(1, 8)).sum().backward()
+        grads = [None if layer.weight.grad is None else layer.weight.grad.full_tensor() for layer in model]
+        found.append([None if grad is None else grad.unique().tolist() for grad in grads])
+        model.zero_grad()
+    return found
+
+
+def test_parameters_that_are_trained_in_turn():
+    whole = 24.0 * 8**3
+    first, second = ([whole / number if number % 2 == part else None for number in range(1, 5)] for part in (1, 0))
+    expected = [[None if each is None else [each] for each in (first, second)[step % 2]] for step in range(4)]
+    assert run_ranks(taking_turns, 2) == [expected] * 2
+
+
+@over_comm
+def regularised(ctx):
+    """A loss of whole parameters outside of the forward, whose gradient lies on all ranks, and then the model's."""
+    model = make(ctx, None)
+    model.zero_grad()
+    model[0].weight.mean().backward()
+    model(X).sum().backward()
+    return (model[0].weight.grad.full_tensor() - 1 / 256).unique().tolist()
+
+
+def test_gradients_that_lie_otherwise_are_cut():
+    assert run_ranks(regularised, 2) == [[16.0**2]] * 2
 
 
 def mappings():
