@@ -18,7 +18,7 @@ from ..comm import all_gather_object, allocate_common, is_on_one_host
 from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
 from ..kernels import pack
-from ..torch_compat import can_swap_storage_memory, storage_use_count, swap_storage_memory
+from ..torch_compat import can_swap_storage_memory, storage_use_count, swap_storage_memory, untraced
 from .arena import Arena, Block
 from .layout import plan_layout
 from .mesh import Ranks
@@ -317,6 +317,7 @@ class ParamGroup:
             self._common = None  # torch has moved the shard, as share_memory_() does: the ranks copy from now on
         return self._common is not None
 
+    @untraced
     def _share_shards(self) -> None:
         comm, world = self.ranks.comm, self.ranks.world
         if (
