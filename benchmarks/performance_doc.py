@@ -124,7 +124,7 @@ def steps():
     for name, (what, ours, peer, theirs) in STEPS.items():
         latest = {(row["model"], row.get("optimizer"), row["ranks"]): row for row in read_lines(name)}
         for (model, optimizer, ranks), row in latest.items():
-            if name != "sharded_step" or optimizer == "ours":
+            if name != "sharded_step" or optimizer == "torch":
                 times = [row[key] for key in (ours, theirs)]
                 cells = [show_time(times[0] * 1e3), peer, show_time(times[1] * 1e3), f"{times[1] / times[0]:.2f}"]
                 body.append([f"{what}, {MODELS[model]}", str(ranks), *cells])
