@@ -442,11 +442,11 @@ class ParamGroup:
                 views.append(param.sharded.like(view))
                 param.sharded.grad = views[-1]
             else:
-                self._own_part(param)._local_tensor.add_(view)
+                self._sharded_grad(param)._local_tensor.add_(view)
         if reduced is self._grads:
             self._grad_views, self._viewed = views, trainable if len(views) == len(trainable) else []
 
-    def _own_part(self, param: ShardedParam) -> RaggedTensor:
+    def _sharded_grad(self, param: ShardedParam) -> RaggedTensor:
         """Return a shard's gradient, after this rank's part has taken the place of one that lies otherwise on the mesh,
         as that of a sum over the whole parameter.
         """

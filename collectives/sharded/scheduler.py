@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..comm import is_on_one_host
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidUsage, Mismatch
@@ -74,9 +75,10 @@ class Scheduler:
         self.offload = GradientOffload(self.side)
         self.step_count = StepCount()
         self.is_last_backward = True
+        self.steps = 0  # backwards that all ranks have ended together
+        self._may_share = comm.size > 1 and is_on_one_host(comm)
         # Units that read the other ranks' shards where they are, and whether some of this forward or backward do:
         # then no rank may write to its own before all have ended it.
-        self.steps = 0  # backwards that all ranks have ended together
         self._readers: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
         self._reads_shards = False
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
@@ -123,6 +125,8 @@ class Scheduler:
         In its first steps it copies: by then a program has shown whether it writes to parameters inside of a
         forward. A unit that stays gathered between forwards copies, too: ranks may make different numbers of these.
         """
+        if not self._may_share:
+            return False
         if self.is_in_forward and not self.is_recomputing and unit.begin_versions != unit.read_versions():
             unit.writes_inside = True
         stays = unit.reshard_after_forward is False or not unit.reshard_after_backward
@@ -205,7 +209,8 @@ class Scheduler:
         self._reads_shards = False
         for unit in self.units:
             unit.free_unused_grads()
-            unit.begin_versions = unit.read_versions()
+            if self._may_share:
+                unit.begin_versions = unit.read_versions()
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
 
@@ -252,7 +257,7 @@ class Scheduler:
                 self._reshard_after_forward(unit, wants_grad)
             unit.end_pass()
         self._end_reads(_FORWARD_TAG)
-        for unit in forward:
+        for unit in forward if self._may_share else ():
             if unit.read_versions() == unit.begin_versions:
                 continue
             unit.writes_inside = True
