@@ -47,6 +47,7 @@ __all__ = [
     "open_process_groups",
     "optimizer_types",  # noqa: F822
     "premul_sum",
+    "recursive_wrap",  # noqa: F822
     "register_process_group",
     "reset_group_names",
     "set_nested",  # noqa: F822
@@ -95,6 +96,8 @@ _LAZY = {
     "optimizer_types": ("torch.optim.optimizer", "_foreach_supported_types"),
     # Gives an optimizer that has not stepped its state, by a step with gradients and a learning rate of 0.
     "init_optimizer_state": ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
+    # Calls a function for the submodules that a wrap policy of FSDP1 chooses, the deepest first.
+    "recursive_wrap": ("torch.distributed.fsdp.wrap", "_recursive_wrap"),
     # Sets an element of nested dictionaries and lists by its path.
     "set_nested": ("torch.distributed.checkpoint._traverse", "set_element"),
 }

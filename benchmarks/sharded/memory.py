@@ -27,7 +27,7 @@ rank: 0 where nothing but the shards is kept. `to_fsdp2`: the peak by FSDP2's. `
 forward leaves where nothing is sharded, `alone`. `to_plan`: the peak of each part by what
 `memory_plan` says with these activations; it counts all of them from the begin of the forward to
 the end of the backward. Rows go to benchmarks/results/sharded_memory.jsonl; the exit status is 1
-where `ours` takes more than `fsdp2`, or is not within 2% of the plan with the activations, or
+where `ours` takes more than `fsdp2`, or is not within 10% of the plan with the activations, or
 between that and the plan without.
 """
 
@@ -55,7 +55,7 @@ LR = 1e-4
 STEPS = 8
 FIRST = 3  # steps that aren't counted: buffers and states are made in them
 SMALL = {"8xLinear1024": "3xLinear128", "gpt6x384": "gpt2x64"}  # what makes the runtime ready for it
-TOLERANCE = 0.02  # of the plan
+TOLERANCE = 0.1  # of the plan
 PLANNED = {  # arguments of memory_plan, by way
     "ours": {},
     "ours_keep": {"reshard_after_forward": False},

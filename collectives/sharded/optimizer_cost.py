@@ -13,12 +13,7 @@ from ..torch_compat import TorchDispatchMode, tree_leaves
 __all__ = ["OptimizerCost"]
 
 _COUNT = 60  # elements of a tiny parameter; no state has this size by itself
-_NAMED = {
-    "sgd": lambda params, **more: optim.SGD(params, lr=1e-3, **more),
-    "sgd+momentum": lambda params, **more: optim.SGD(params, lr=1e-3, momentum=0.9, **more),
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-}
+_NAMED = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
 
 class OptimizerCost:
@@ -26,12 +21,10 @@ class OptimizerCost:
 
     Args:
         optimizer: An instance, a class, a function of parameters, a name, or None.
-        master_weights: As in the optimizers of `collectives.optim`.
         on_gpu: Whether it steps on a GPU, where torch's optimizers work on all parameters at once.
     """
 
-    def __init__(self, optimizer, *, master_weights: bool | None, on_gpu: bool):
-        self._more = {} if master_weights is None else {"master_weights": bool(master_weights)}
+    def __init__(self, optimizer, *, on_gpu: bool):
         self._on_gpu = on_gpu
         self._settings: dict = {}
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -93,7 +86,7 @@ class OptimizerCost:
         error = None
         for more in ({}, {"lr": 1e-3}):
             try:
-                made = self._make(params, **self._more, **more)
+                made = self._make(params, **more)
             except TypeError as found:
                 error = found
                 continue

@@ -3,8 +3,7 @@ too.
 
 A policy is a function of (module, recurse, nonwrapped_numel), most often one of torch's with its
 settings filled in by ``functools.partial``, or an object: `ModuleWrapPolicy`, `CustomPolicy`.
-Torch's own code wraps as it goes; `units_of` only names the submodules, and the caller shards them
-in place.
+Torch's own code chooses. `units_of` only names the submodules, and the caller shards them in place.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from ..errors import InvalidArgument
+from ..torch_compat import recursive_wrap
 
 __all__ = [
     "CustomPolicy",
@@ -93,8 +93,15 @@ def _run(module: nn.Module, policy, ignored: set[nn.Module], ignored_params) -> 
     run_policy = getattr(policy, "_run_policy", None)
     if run_policy is None or isinstance(policy, type):
         _check_function(policy)
-        not_counted = {id(one) for one in ignored_params} | {id(one) for part in ignored for one in part.parameters()}
-        return dict.fromkeys(_PolicyWalk(policy, ignored, not_counted).inside(module))
+        found: dict[nn.Module, Any] = {}
+
+        def note(submodule):
+            found[submodule] = {}
+            return submodule
+
+        not_counted = {*ignored_params, *(param for part in ignored for param in part.parameters())}
+        recursive_wrap(module, policy, note, ignored, not_counted, only_wrap_children=True)
+        return found
     try:
         found = run_policy(module, ignored, {})
     except (TypeError, ValueError) as error:  # torch looks at a policy's arguments only here
@@ -125,43 +132,6 @@ def _check_function(policy):
             f"{policy!r} can't be called as policy(module=..., recurse=..., nonwrapped_numel=...): {error}. Fill in "
             f"what else it takes by functools.partial(policy, ...); CustomPolicy takes a function of the module alone"
         ) from None
-
-
-class _PolicyWalk:
-    """Calls a function policy for every submodule, the deepest first."""
-
-    def __init__(self, policy, ignored, not_counted):
-        self.policy, self.ignored, self.not_counted = policy, ignored, not_counted
-        self.taken: dict[nn.Module, int] = {}  # of each visited submodule: elements in units, its own and those inside
-        self.units: list[nn.Module] = []
-
-    def inside(self, module):
-        """Return the units below a module."""
-        self._below(module, self._count(module))
-        return self.units
-
-    def _count(self, module):
-        return sum(one.numel() for one in module.parameters() if id(one) not in self.not_counted)
-
-    def _below(self, module, count):
-        """Visit the children; return the elements in units among and in them, or None if the policy
-        doesn't look inside.
-        """
-        if not self.policy(module=module, recurse=True, nonwrapped_numel=count):
-            return None
-        return sum(self._visit(child) for child in module.children() if child not in self.ignored)
-
-    def _visit(self, module):
-        if module not in self.taken:
-            self.taken[module] = 0  # a module inside itself is visited once
-            count = self._count(module)
-            below = self._below(module, count)
-            if below is not None:
-                own = self.policy(module=module, recurse=False, nonwrapped_numel=count - below)
-                self.taken[module] = count if own else below
-                if own:
-                    self.units.append(module)
-        return self.taken[module]
 
 
 def _children_first(module, seen=None) -> Iterator[nn.Module]:
