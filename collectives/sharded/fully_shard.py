@@ -166,8 +166,8 @@ def shard(
     described = {name: repr(value) for name, value in options}
     _compare(found, kind, ranks, {**described, "hook_state": None if reducer is None else reducer.describe()})
     unit = Unit(
-        None, ranks=ranks, parameters=found, name=kind, mp_policy=mp_policy, offload_policy=offload_policy, block=block,
-        multiple=1 if reducer is None else reducer.multiple,
+        None, ranks=ranks, parameters=found, ignored_params=ignored, name=kind, mp_policy=mp_policy,
+        offload_policy=offload_policy, block=block, multiple=1 if reducer is None else reducer.multiple,
     )  # fmt: skip
     unit.set_reshard_after_forward(reshard_after_forward)
     for names, _, param in found:

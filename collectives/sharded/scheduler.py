@@ -8,6 +8,7 @@ forwards are there, or at the backward's end.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
 from ..torch_compat import current_graph_task_id, is_transformed, will_engine_execute
 from .arena import Arena
+from .managed_params import units_in
 from .offload import GradientOffload
 from .order_check import OrderCheck, compares_order
 from .streams import SideStream
@@ -202,6 +204,7 @@ class Scheduler:
             for name, module in root.named_modules():
                 if name and hasattr(module, "_unit"):
                     module._unit.set_name(f"{name} ({type(module).__name__})")
+            self._warn_of_strangers(root)
         for unit in list(self._readers):
             if not unit.stays_gathered:
                 unit.reshard()  # the ranks may have written to their shards since
@@ -213,6 +216,22 @@ class Scheduler:
                 unit.begin_versions = unit.read_versions()
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
+
+    def _warn_of_strangers(self, root: torch.nn.Module) -> None:
+        """Warn of trainable parameters of an outermost module that are of no unit: each rank trains its own."""
+        units = units_in(root)
+        known = {id(param.sharded) for unit in units for param in unit.params}.union(*(unit.ignored for unit in units))
+        strange = [
+            name for name, param in root.named_parameters()
+            if param.requires_grad and id(param) not in known and isinstance(param, torch.nn.Parameter)
+        ]  # fmt: skip
+        if strange and not any(unit.holds_copies for unit in units):
+            warnings.warn(
+                f"parameters that this {type(root).__name__} got after it was sharded are not reduced, so that the "
+                f"ranks train different ones: {', '.join(strange[:8])}{' and others' if len(strange) > 8 else ''}. "
+                "Change modules before fully_shard, or name what each rank trains alone in ignored_params",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
 
     def _next_in_forward(self, unit: Unit) -> list[Unit]:
         if not (unit.prefetch_in_forward and self.side):

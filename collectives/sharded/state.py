@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.agree import all_gather_bytes
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
 from ..torch_compat import init_optimizer_state
 from ..torch_patches import patch_distribution, patch_optimizer_load, patch_state_dict
@@ -428,11 +429,7 @@ def _scatter(model: nn.Module, given: Any, param_of: Callable[[tuple], Any]):
         return value
 
     data = pickle.dumps((describe(given, ()), paths)) if comm.rank == 0 else b""
-    length = torch.tensor([len(data)], device=comm.device)
-    comm.broadcast(length, root=0)
-    sent = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(comm.device)
-    comm.broadcast(sent, root=0)
-    made, paths = pickle.loads(sent.cpu().numpy().tobytes())
+    made, paths = pickle.loads(all_gather_bytes(comm, data)[0])
     for at, (path, shape, dtype) in enumerate(paths):
         whole = torch.empty(shape, dtype=dtype, device=comm.device)
         if comm.rank == 0:

@@ -94,6 +94,7 @@ class Unit:
         self.is_converted = True
         self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
+        self.ignored = frozenset(map(id, ignored_params))  # parameters of these that stay as they are
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
         self._comms = list({id(comm): comm for comm in self.ranks[1:4] if comm is not None}.values())

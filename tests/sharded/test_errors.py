@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+import warnings
 
 import pytest
 import torch
@@ -263,6 +264,35 @@ def test_torchs_data_parallelism(tmp_path):
         assert not {key: text for key, text in around.items() if "was sharded by collectives.sharded" not in text}
         assert "0, a Linear, was sharded" in around["DistributedDataParallel", False]
         assert not {name: text for name, text in inside.items() if f"1 is under torch's {name}" not in text}
+
+
+@over_gloo
+def modules_put_in_later(ctx):
+    """Parameters that a module gets after it was sharded belong to no unit, and a warning names them once."""
+    found = []
+    for late, ignored in ((True, False), (False, False), (False, True)):
+        model = make_model()
+        frozen = nn.Linear(5, 5)
+        own = nn.Linear(5, 5)
+        if ignored:
+            model.append(own)
+        fully_shard(model, ignored_params=list(own.parameters()))
+        if late:
+            model.append(nn.Linear(5, 5))
+            model.append(frozen.requires_grad_(False))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(batch(0, ctx.rank)[0]).sum().backward()
+        found.append([str(each.message) for each in caught if each.category is RuntimeWarning])
+    return found
+
+
+def test_parameters_that_come_after_the_sharding(tmp_path):
+    for late, *others in run(modules_put_in_later, 2, str(tmp_path / "store")):
+        (text,) = late
+        assert "7.weight, 7.bias" in text and "8." not in text and "ignored_params" in text
+        assert others == [[], []]
 
 
 # ---- Ranks that do different things.
