@@ -148,10 +148,11 @@ def memory_plan(
     always = sum(kept.values()) + buffers + arena
     passes = always + activations + sum(unit.kept_after_forward for unit in planned)
     accumulated = full_gradients if accumulate else 0
-    # In a backward the gradients of the shards come while the activations go, or accumulated full gradients.
+    # A forward frees the shards' gradients at its begin. In a backward they come while the activations go, or
+    # accumulated full gradients.
     less = min(activations + accumulated, kept["gradients"])
     peaks = {
-        "forward": passes - kept["gradients"] + accumulated,
+        "forward": max(always, passes - kept["gradients"] + accumulated),
         "backward": passes - less + full_gradients + max((group.output for group in groups), default=0) // shards,
         "step": always + work,
     }
