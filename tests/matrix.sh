@@ -12,10 +12,9 @@ PYTHON=${PYTHON:-python3}
 SECONDS_EACH=${MATRIX_SECONDS:-900}
 tests=(
   tests/base/test_torch_compat.py tests/comm/test_engine.py tests/optim
-  tests/gradients/test_compiled.py tests/gradients/test_gradient_buckets.py tests/ddp/test_fused_allreduce.py
+  tests/gradients/test_compiled.py tests/gradients/test_gradient_buckets.py tests/ddp/test_fast_path.py tests/ddp/test_zero_copy.py
   tests/auto/test_auto.py tests/elastic/test_torchrun.py
-  tests/sharded/test_hook_state.py tests/sharded/test_fsdp2.py tests/sharded/test_methods.py
-  tests/sharded/test_torch_wrappers.py tests/sharded/test_shards_in_tools.py tests/sharded/test_param_reads.py
+  tests/sharded
   tests/backend/test_collectives.py tests/backend/test_ddp_and_futures.py tests/backend/test_options.py
   tests/horovod/test_optimizer*.py tests/horovod/test_functions.py
 )

@@ -11,6 +11,7 @@ trust. The files are compared with the manifest before anything is unpickled.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -32,15 +33,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage, RemoteError, TransportError
 from ..json_records import parse_json, parse_text
 from ..secret import read_secret, seal, unseal
-from ..torch_compat import set_nested
-from .managed_params import units_in
+from ..torch_compat import set_nested, tree_map_only
+from .managed_params import device_of
 from .ragged_tensor import RaggedTensor
 from .state import (
     clean_name,
     get_model_state_dict,
     inner_module,
     local_optimizer_state,
-    map_tensors,
     optimizer_state,
     optimizers_of,
     set_model_state_dict,
@@ -59,8 +59,11 @@ _PURPOSE = "manifest of a checkpoint"
 
 
 def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -96,7 +99,8 @@ class _Writer(dcp.FileSystemWriter):
 
     def stage(self, state_dict):
         # torch's copies no DTensor of 0 dimensions, and would write what it has later.
-        return map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), state_dict)
+        state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state_dict)
+        return {**state, "extra": copy.deepcopy(state["extra"])} if "extra" in state else state
 
     def prepare_local_plan(self, plan):
         return plan  # the directory is made in `prepare_global_plan`
@@ -355,7 +359,7 @@ class _Reader:
                 problems.append(f"{name} is {list(size)} there and {list(own[name].shape)} in the model")
         if problems:
             raise self._refuse(f"it is of another model: {'; '.join(problems[:8])}")
-        device = _device_of(model)
+        device = device_of(model)
         return {
             (*root, name): torch.empty_like(value, device=device) if getattr(value, "is_meta", False) else value
             for name, value in own.items()
@@ -374,7 +378,7 @@ class _Reader:
         params = {clean_name(name): param for name, param in inner_module(model).named_parameters()}
         in_order = [param for each in optimizers for group in each.param_groups for param in group["params"]]
         params |= {str(number): param for number, param in enumerate(in_order)}
-        device = _device_of(model)
+        device = device_of(model)
         wanted = {}
         for path, name in self._names.items():
             kind, *rest = path[len(root) :] or (None,)
@@ -402,12 +406,6 @@ def _place_for(entry, param: torch.Tensor | None, device: torch.device):
         return torch.empty_like(param.detach(), dtype=dtype, device=device)
     whole = torch.empty(size, dtype=dtype, device=device)  # as an operation on the whole parameter makes it
     return DTensor.from_local(whole, param.device_mesh, (Replicate(),) * param.device_mesh.ndim, run_check=False)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the device for what is on the meta device."""
-    units = units_in(model)
-    return torch.device(units[0].device) if units else torch.device("cpu")
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -521,15 +519,16 @@ class Checkpointer:
         """Remove all checkpoints but the newest, and what killed jobs have left; called on one rank's thread."""
         for path in self.directory.glob("step_*"):
             if path.suffix in (_REMOVED, _PARTIAL):
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
         kept = 0
         for _, path in self._list():
             if kept < self.keep:
                 kept += path.name not in self._damaged
                 continue
             removed = path.with_name(path.name + _REMOVED)
-            path.rename(removed)  # a removal that is killed leaves no checkpoint that looks whole
-            shutil.rmtree(removed)
+            with contextlib.suppress(OSError):  # one that can't be removed doesn't make the new one a failure
+                path.rename(removed)  # a removal that is killed leaves no checkpoint that looks whole
+                shutil.rmtree(removed)
 
     # ---- Loading.
 

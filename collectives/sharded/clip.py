@@ -1,4 +1,4 @@
-"""clip_grad_norm_ for what torch's own can't: sharded parameters of several meshes, mixed with plain ones."""
+"""clip_grad_norm_ by one norm of sharded parameters of several meshes and of plain ones, which torch's own refuses."""
 
 from __future__ import annotations
 
@@ -56,17 +56,7 @@ def clip_grad_norm_(
             "To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    kinds: dict[tuple, list[torch.Tensor]] = {}
-    for grad in grads:
-        local = grad._local_tensor if isinstance(grad, DTensor) else grad
-        kinds.setdefault((local.device, local.dtype), []).append(local)
-    for (device, _), locals_ in kinds.items():
-        if foreach is False:
-            for each in locals_:
-                each.mul_(factor.to(device))
-        else:
-            torch._foreach_mul_(locals_, factor.to(device))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
     return total
 
 

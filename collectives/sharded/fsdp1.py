@@ -12,6 +12,7 @@ from torch.distributed.fsdp import StateDictType
 
 from ..arrays import kind_of
 from ..errors import InvalidArgument, InvalidUsage
+from ..torch_compat import tree_map_only
 from . import state
 from .fsdp1_arguments import (
     Precision,
@@ -22,11 +23,11 @@ from .fsdp1_arguments import (
     place_of,
 )
 from .fully_shard import shard
+from .hook_state import ranks_of
 from .managed_params import units_in
 from .materialize import cast_buffers, prepare
 from .mesh import resolve_mesh
 from .module import ShardedModule
-from .precision import map_tensors
 from .wrap import parse_ignored, units_of
 
 __all__ = ["ShardedDataParallel"]
@@ -82,8 +83,8 @@ class ShardedDataParallel(ShardedModule):
         }  # fmt: skip
         precision = Precision(mixed_precision)
         skipped, ignored = parse_ignored(module, ignored_modules, ignored_states)
-        if hook_state is not None and process_group is None and device_mesh is None and comm is None:
-            comm, process_group = hook_state.comm, None if hook_state.comm is not None else hook_state.process_group
+        if process_group is None and device_mesh is None and comm is None:
+            comm, process_group = ranks_of(hook_state)
         place = place_of(module, device_id)
         units = units_of(module, auto_wrap_policy, skipped, ignored, also=precision.exempt)
         for each, own in [*units, (module, {})]:
@@ -126,7 +127,7 @@ class ShardedDataParallel(ShardedModule):
 
     def check_is_root(self) -> bool:
         """Whether this module is in no other sharded one. A local call."""
-        others = [each for unit in self._unit.scheduler.units for each in unit.modules if each is not self]
+        others = [each for unit in self._sharded_unit.scheduler.units for each in unit.modules if each is not self]
         return not any(part is self for each in others for part in each.modules())
 
     def register_comm_hook(self, state, hook):
@@ -195,7 +196,8 @@ class ShardedDataParallel(ShardedModule):
         if is_full:
             state.gather_entries(self, made, prefix, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
         elif config.offload_to_cpu:
-            made.update({key: made[key].cpu() for key in made if key.startswith(prefix)})
+            own = {key: value for key, value in made.items() if key.startswith(prefix)}
+            made.update(tree_map_only(torch.Tensor, torch.Tensor.cpu, own))
         return made
 
     @staticmethod
@@ -245,7 +247,7 @@ class ShardedDataParallel(ShardedModule):
         made = state.optimizer_state(model, optim, raw=optim_state_dict)
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
             return state.gather_optimizer_state(model, made, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
-        return map_tensors(lambda tensor: tensor.cpu(), made) if config.offload_to_cpu else made
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, made) if config.offload_to_cpu else made
 
     @staticmethod
     def optim_state_dict_to_load(

@@ -17,8 +17,8 @@ import math
 import weakref
 
 import torch
-import torch.distributed as dist
 
+from ..backend.work import BackendWork
 from ..comm.communicator import Communicator
 from ..comm.shared_memory_pool import SharedMemoryPool
 from ..errors import CollectivesError, EngineUnavailable, InvalidArgument, InvalidUsage
@@ -34,28 +34,10 @@ _MIN_POOLED_BYTES = 64 << 10
 # torch's interfaces, where it has them. Without them the classes below raise when they are made.
 _AllGatherBase = getattr(_protocol, "AllGather", object)
 _ReduceScatterBase = getattr(_protocol, "ReduceScatter", object)
-_WorkBase = dist.Work if dist.is_available() else object
 
 
 # The pool that all objects of this module share; it ends with the last of them.
 _shared: weakref.WeakValueDictionary[str, SharedMemoryPool] = weakref.WeakValueDictionary()
-
-
-class _Work(_WorkBase):
-    """A Work of this package as torch's: FSDP2 waits only for instances of its own class."""
-
-    def __init__(self, work):
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout=None) -> bool:
-        return self._work.wait(timeout or None)  # a timedelta of 0 is torch's "no limit"
-
-    def is_completed(self) -> bool:
-        return self._work.done()
-
-    def get_future(self) -> torch.futures.Future:
-        return self._work.future()
 
 
 class _Collective:
@@ -108,7 +90,7 @@ class _Collective:
                 drop_communicator(owned)
                 self._comm = None
             raise
-        return None if work is None else _Work(work)
+        return None if work is None else BackendWork([work], [out])
 
     def __repr__(self):
         over = "the module's group" if self._user_comm is None else self._user_comm

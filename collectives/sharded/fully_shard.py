@@ -21,10 +21,9 @@ from ..comm.agree import all_gather_object, verify_same
 from ..comm.communicator import Communicator
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.compilation import compile_gradient_kernels
-from ..gradients.state import HookState
 from ..weak_tensors import WeakTensorDict
-from .hook_state import get_reducer
-from .managed_params import check_parameter, managed_parameters
+from .hook_state import get_reducer, ranks_of
+from .managed_params import managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
 from .param import checksum
@@ -70,8 +69,8 @@ def fully_shard(
         module: The module, or a list of modules that become one unit.
         comm: The communicator of the ranks that own a shard each. None: see `mesh`.
         mesh: A one-dimensional DeviceMesh, or a two-dimensional one whose second dimension shards
-            and whose first one replicates. None: that of `comm`, and without one
-            torch.distributed's default group.
+            and whose first one replicates. None: that of `comm`, else that of the ranks that
+            `hook_state` names, else torch.distributed's default group.
         reshard_after_forward: True: gather again for the backward. False: stay gathered until then.
             None: False for the outermost unit, with which the backward begins, else True. An int,
             which divides the number of ranks: keep 1/int of the parameters, so that the backward's
@@ -108,9 +107,8 @@ def fully_shard(
         )
     modules = _parse_modules(module)
     group = None
-    if comm is None and mesh is None and isinstance(hook_state, HookState):
-        comm = hook_state.comm
-        group = None if comm is not None else hook_state.process_group
+    if comm is None and mesh is None:
+        comm, group = ranks_of(hook_state)
     shard(
         modules, ShardedModule, resolve_mesh(modules[0], comm, mesh, group=group), mp_policy=mp_policy,
         offload_policy=offload_policy, ignored_params=() if ignored_params is None else ignored_params,
@@ -159,12 +157,13 @@ def shard(
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     found = managed_parameters(root, ignored, stop=lambda module: isinstance(module, ShardedModule))
     for names, _, param in found:
-        check_parameter(param, names[0])
         _check_not_sharded(param, names[0], kind, ranks.world.rank)
     reducer = get_reducer(hook_state, ranks)
-    options = (("mp_policy", mp_policy), ("reshard_after_forward", reshard_after_forward), ("block", block))
-    described = {name: repr(value) for name, value in options}
-    _compare(found, kind, ranks, {**described, "hook_state": None if reducer is None else reducer.describe()})
+    options = {
+        "mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "block": block,
+        "hook_state": None if reducer is None else reducer.describe(),
+    }  # fmt: skip
+    _compare(found, kind, ranks, options)
     unit = Unit(
         None, ranks=ranks, parameters=found, ignored_params=ignored, name=kind, mp_policy=mp_policy,
         offload_policy=offload_policy, block=block, multiple=1 if reducer is None else reducer.multiple,
@@ -184,7 +183,7 @@ def shard(
         reducer.add(unit)
     for module in modules:
         module.__class__ = _class_of(base, type(module))
-        object.__setattr__(module, "_unit", unit)
+        object.__setattr__(module, "_sharded_unit", unit)
         _move_buffers(module, unit.device)
     return unit
 

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ..arrays import kind_of
 from ..compression import Bucket, NoCompression, Scaling, measure_grads
@@ -20,6 +21,7 @@ from ..gradients.grad_norm import norm_over_ranks
 from ..gradients.optimizer_in_backward import OptimizerInBackward
 from ..gradients.options import parse_streams
 from ..gradients.state import HookState
+from ..torch_compat import tree_map_only
 from .mesh import Ranks
 from .param import ParamGroup, ShardedParam, as_real
 from .quantized_gather import QuantizedAllGather
@@ -27,7 +29,22 @@ from .reduction import ReduceStages, reduce, ring_elements
 from .scheduler import living
 from .unit import Unit
 
-__all__ = ["HookReducer", "UnitStep", "get_reducer"]
+__all__ = ["HookReducer", "UnitStep", "get_reducer", "ranks_of"]
+
+
+def ranks_of(state: HookState | None) -> tuple:
+    """Return the communicator, or the process group, that a state names: (comm, None), (None, group) or two Nones."""
+    if state is None:
+        return None, None
+    _check_kind(state)
+    return state.comm, None if state.comm is not None else state.process_group
+
+
+def _check_kind(state) -> None:
+    if not isinstance(state, HookState):
+        raise InvalidArgument(
+            f"hook_state must be a collectives.HookState or None, not {kind_of(state)}", op="fully_shard"
+        )
 
 
 def get_reducer(state: HookState | None, ranks: Ranks) -> HookReducer | None:
@@ -39,10 +56,7 @@ def get_reducer(state: HookState | None, ranks: Ranks) -> HookReducer | None:
     """
     if state is None:
         return None
-    if not isinstance(state, HookState):
-        raise InvalidArgument(
-            f"hook_state must be a collectives.HookState or None, not {kind_of(state)}", op="fully_shard"
-        )
+    _check_kind(state)
     world = ranks.world
     if state.units is None:
         _check(state)
@@ -356,46 +370,22 @@ class UnitStep(OptimizerInBackward):
     @torch.no_grad()
     def state_dict(self, full: bool = True, comm=None) -> dict:
         """Return the optimizer's state dict: full, or with this rank's parts."""
-        given = self.optimizer.state_dict()
-        states = {}
-        for number, state in given["state"].items():
-            states[number] = {
-                key: (value.full_tensor() if full else value._local_tensor) if hasattr(value, "full_tensor") else value
-                for key, value in state.items()
-            }
-        return {**given, "state": states}
+        take = DTensor.full_tensor if full else (lambda value: value._local_tensor)
+        return tree_map_only(DTensor, take, self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a full state dict, of any number of ranks, or that of this rank's parts. A local call."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        names = {id(param.sharded): param.name for unit in self._find_units() for param in unit.params}
+
+        def as_shard(value, param):
+            """Return this rank's part as a shard; the optimizer's own ``load_state_dict`` converts all else."""
+            is_part = isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.dim()
+            if is_part and value.shape == param._local_tensor.shape != param.shape:
+                return param.detach().like(value.to(param._local_tensor.device))
+            return value
+
         states = {
-            number: {
-                key: _take_part(key, value, params[number], names.get(id(params[number]), f"parameter {number}"))
-                for key, value in state.items()
-            }
+            number: {key: as_shard(value, params[number]) for key, value in state.items()}
             for number, state in state_dict["state"].items()
         }
         self.optimizer.load_state_dict({**state_dict, "state": states})
-
-
-def _take_part(key: str, value, param, name: str):
-    """Return an entry of a parameter's state as a shard, from the whole or from this rank's part."""
-    if not isinstance(value, torch.Tensor) or key == "step" or not hasattr(param, "ragged"):
-        return value
-    local = param._local_tensor
-    if hasattr(value, "full_tensor"):
-        if value.placements != param.placements:
-            raise InvalidArgument(
-                f"the {key} to load of {name} lies on its mesh as {value.placements}, the parameter as "
-                f"{param.placements}: load the full state"
-            )
-        value = value._local_tensor
-    elif value.shape == param.shape:
-        value = param.ragged.cut(value, param.shard_rank)
-    if value.shape != local.shape:
-        raise InvalidArgument(
-            f"the {key} to load of {name} has the shape {tuple(value.shape)}: neither the parameter's, "
-            f"{tuple(param.shape)}, nor this rank's part's, {tuple(local.shape)}"
-        )
-    return param.detach().like(value.to(local.device))

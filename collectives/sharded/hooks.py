@@ -15,7 +15,7 @@ __all__ = ["run_forward"]
 @untraced(recursive=False)
 def run_forward(module: nn.Module, forward, args: tuple, kwargs: dict):
     """Call a module's forward with its unit gathered, and prepare the unit's backward."""
-    unit = module._unit
+    unit = module._sharded_unit
     scheduler, policy = unit.scheduler, unit.mp_policy
     try:
         scheduler.begin_forward(unit, module)

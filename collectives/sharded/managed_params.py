@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import InvalidArgument
 
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["check_parameter", "managed_parameters", "units_in"]
+__all__ = ["check_parameter", "device_of", "managed_parameters", "units_in"]
 
 
 def managed_parameters(
@@ -21,7 +22,7 @@ def managed_parameters(
 ) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
     """Return (names, places, parameter) of a module's parameters, each once.
 
-    Modules for which `stop` is true, and those inside, are left out.
+    Modules for which `stop` is true, and those inside, are left out. Raises `InvalidArgument` as `check_parameter`.
     """
     ignored = set(map(id, ignored))
     found: dict[int, tuple] = {}
@@ -37,6 +38,8 @@ def managed_parameters(
         for attribute, param in each._parameters.items():
             if param is None or id(param) in ignored:
                 continue
+            if id(param) not in found:
+                check_parameter(param, prefix + attribute)
             names, places, _ = found.setdefault(id(param), ([], [], param))
             names.append(prefix + attribute)
             places.append((each, attribute))
@@ -51,14 +54,20 @@ def managed_parameters(
 def units_in(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return the units of a module and of those inside, outermost first."""
     members = module.modules() if recurse else [module]
-    return list(dict.fromkeys(each._unit for each in members if hasattr(each, "_unit")))
+    return list(dict.fromkeys(each._sharded_unit for each in members if hasattr(each, "_sharded_unit")))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device for what of a model is on the meta device: the units', and without units the host."""
+    units = units_in(model)
+    return units[0].device if units else torch.device("cpu")
 
 
 def check_parameter(param: nn.Parameter, name: str) -> None:
     """Raise `InvalidArgument`, with the parameter's name, for one that can't be sharded."""
     if param.layout != torch.strided:
         raise InvalidArgument(f"{name} is {param.layout}: only strided parameters can be sharded: ignored_params")
-    if type(param).__name__ == "DTensor" or hasattr(param, "placements"):
+    if isinstance(param, DTensor):
         raise InvalidArgument(
             f"{name} is distributed already, a DTensor or a shard of an outer unit: shard inner modules before outer "
             "ones, or give it to ignored_params"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidUsage
-from .managed_params import units_in
+from .managed_params import device_of, units_in
 from .mesh import Ranks
 from .module import ShardedModule
 
@@ -42,12 +42,10 @@ def materialize(
         InvalidUsage: For a module without ``reset_parameters()``, and for one that `param_init_fn`
             leaves on the meta device.
     """
-    units = units_in(module)
-    if device is None:
-        device = units[0].device if units else torch.device("cpu")
+    device = device_of(module) if device is None else device
     for each in list(filter(_has_meta, module.modules())):  # both holders of a tied weight, as in one process
         _initialise(each, torch.device(device), param_init_fn)
-    for unit in units:
+    for unit in units_in(module):
         unit.rehome()
     return module
 

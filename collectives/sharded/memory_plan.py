@@ -13,6 +13,7 @@ from ..errors import InvalidArgument
 from ..torch_compat import can_swap_storage_memory
 from .fsdp1_arguments import ShardingStrategy, parse_enum
 from .managed_params import managed_parameters, units_in
+from .mesh import find_device
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCost
 from .policies import parse_mp_policy
@@ -99,7 +100,7 @@ def memory_plan(
         ranks: Their number.
         optimizer: An instance, a class, a function of parameters, "sgd", "adam", "adamw" (those of
             `collectives.optim`), or None.
-        strategy: A `ShardingStrategy` or its name. None: FULL_SHARD.
+        strategy: A `ShardingStrategy` or its name. None: that of a sharded module, or FULL_SHARD.
         units: A wrap policy, or the submodules that are units besides the module itself.
         mp_policy: As in `fully_shard`.
         reshard_after_forward: As in `fully_shard`.
@@ -114,6 +115,8 @@ def memory_plan(
         InvalidArgument: By name.
     """
     _check(module, ranks, units, replicas)
+    if strategy is None and isinstance(module, ShardedModule):
+        strategy, replicas = _strategy_of(units_in(module)[0])
     strategy = parse_enum(ShardingStrategy, strategy or "FULL_SHARD", "strategy")
     if strategy.shape == "replicate":
         replicas = ranks
@@ -121,7 +124,7 @@ def memory_plan(
     reshards = strategy.reshard_after_forward if reshard_after_forward is None else reshard_after_forward
     if reshards is not None and not isinstance(reshards, bool) and (reshards < 2 or shards % reshards):
         raise InvalidArgument(f"reshard_after_forward must divide {shards} ranks", op=_OP)
-    device = _find_device(module, device)
+    device = find_device(module, None) if device is None else torch.device(device)
     keeps = strategy is ShardingStrategy.SHARD_OPTIMIZER
     in_place = device.type == "cpu" and can_swap_storage_memory() and not keeps
     planned = _plan_units(module, units, shards, mp_policy, in_place, set(map(id, ignored_params)), reshards)
@@ -174,13 +177,16 @@ def _check(module, ranks, units, replicas) -> None:
         raise InvalidArgument("the module is sharded: its units are what they are; leave units out", op=_OP)
 
 
-def _find_device(module: nn.Module, device) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    for unit in units_in(module):
-        return unit.device
-    kinds = {param.device.type for param in module.parameters()} - {"meta"}
-    return torch.device(kinds.pop() if kinds else "cuda" if torch.cuda.is_available() else "cpu")
+def _strategy_of(unit) -> tuple[ShardingStrategy, int]:
+    """Return the strategy of a sharded module's outermost unit, and its number of replicas."""
+    replicas = unit.world.size // unit.comm.size
+    if not unit.reshard_after_backward:
+        return ShardingStrategy.SHARD_OPTIMIZER, replicas
+    if unit.comm.size == 1 < replicas:
+        return ShardingStrategy.NO_SHARD, replicas
+    if replicas > 1:
+        return ShardingStrategy.HYBRID_SHARD, replicas
+    return ShardingStrategy.FULL_SHARD, 1
 
 
 # ---- Units.
@@ -227,7 +233,7 @@ def _plan_units(module, given, shards: int, policy, in_place: bool, ignored, res
         for unit in units_in(module):
             its = unit.reshard_after_forward
             if unit.neighbours is not None:
-                its = unit.comm.size // unit.neighbours.size
+                its = unit.neighbours.size
             its = its if reshards is None else reshards
             params = [param.sharded for param in unit.params]
             its_policy = policy or unit.mp_policy
@@ -266,11 +272,11 @@ def _arena_bytes(units: list[_PlannedUnit], *, prefetches: bool, keeps: bool) ->
 
     Packed gradients lie where the unit's parameters were gathered, if they fit and these are freed before.
     """
-    inner = sorted((unit.gathered for unit in units[1:] if not unit.stays), reverse=True)
-    gathered = _most_on_a_path(units, lambda unit: 0 if unit.stays and not keeps else unit.gathered)
     if keeps or any(unit.stays for unit in units):
         gathered = sum(unit.gathered for unit in units)
-    elif prefetches:
-        gathered += sum(inner[1:2])
+    else:
+        gathered = _most_on_a_path(units, lambda unit: unit.gathered)
+        if prefetches:
+            gathered += sum(sorted((unit.gathered for unit in units[1:]), reverse=True)[1:2])
     packed = [(group.packed, unit.gathered) for unit in units for group in unit.groups]
     return gathered + max((nbytes for nbytes, freed in packed if keeps or nbytes > freed), default=0)

@@ -18,10 +18,10 @@ from ..errors import InvalidArgument
 from ..rendezvous.process_groups import find_group_backend, get_communicator, get_default_group
 from .managed_params import units_in
 
-__all__ = ["Ranks", "Shape", "resolve_mesh"]
+__all__ = ["Ranks", "find_device", "resolve_mesh", "split_comm"]
 
 _NAMES = ("replicate", "shard")
-Shape = Literal["shard", "replicate", "hybrid"]
+_Shape = Literal["shard", "replicate", "hybrid"]
 
 
 class Ranks(NamedTuple):
@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
 
 def resolve_mesh(
     module: nn.Module, comm: Communicator | None = None, mesh: DeviceMesh | None = None, *, group=None,
-    shape: Shape = "shard",
+    shape: _Shape = "shard",
 ) -> Ranks:  # fmt: skip
     """Return the ranks that share a module. The first call with some ranks is a collective of them and blocks.
 
@@ -75,7 +75,7 @@ def resolve_mesh(
     if group is None:
         group = get_default_group("a sharded module's", "give fully_shard a comm or mesh", op="fully_shard")
     _check_group(group)
-    device = _find_device(module, None)
+    device = find_device(module, None)
     world = _get_communicator(group, device)
     return _of_line(world, DeviceMesh.from_group(group, device.type), shape)
 
@@ -88,10 +88,10 @@ def _check_group(group) -> None:
         )
 
 
-def _of_mesh(module: nn.Module, mesh: DeviceMesh, shape: Shape) -> Ranks:
+def _of_mesh(module: nn.Module, mesh: DeviceMesh, shape: _Shape) -> Ranks:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         raise InvalidArgument(f"mesh must be a DeviceMesh of one or two dimensions, not {mesh!r:.80}", op="fully_shard")
-    device = _find_device(module, mesh.device_type)
+    device = find_device(module, mesh.device_type)
     if mesh.ndim == 1:
         return _of_line(_get_communicator(mesh.get_group(), device), mesh, shape)
     if shape == "replicate":
@@ -115,7 +115,7 @@ def _of_pair(module: nn.Module, groups) -> Ranks:
         )
     for group in groups:
         _check_group(group)
-    device = _find_device(module, None)
+    device = find_device(module, None)
     shards, replicas = (_get_communicator(group, device) for group in groups)
     rows = all_gather_object(replicas, dist.get_process_group_ranks(groups[0]))
     mesh = DeviceMesh.from_group(list(groups[::-1]), device.type, mesh=rows, mesh_dim_names=_NAMES)
@@ -126,7 +126,7 @@ def _of_pair(module: nn.Module, groups) -> Ranks:
     return Ranks(mesh, shards, _get_communicator(whole, device), replicas, device)
 
 
-def _of_line(world: Communicator, mesh: DeviceMesh | None, shape: Shape) -> Ranks:
+def _of_line(world: Communicator, mesh: DeviceMesh | None, shape: _Shape) -> Ranks:
     """Return the ranks of a communicator, with a mesh of one dimension or None, in a shape."""
     if shape == "shard":
         if mesh is None:
@@ -160,8 +160,8 @@ def _of_rows(world: Communicator, rows: tuple[tuple[int, ...], ...]) -> Ranks:
         number = next(number for number, row in enumerate(rows) if world.rank in row)
         column = rows[number].index(world.rank)
         comms = _splits[world, rows] = [
-            world if len(rows[0]) == 1 else _split(world, column, number),
-            world if len(rows) == 1 else _split(world, number, column),
+            world if len(rows[0]) == 1 else split_comm(world, column, number),
+            world if len(rows) == 1 else split_comm(world, number, column),
         ]
     mesh = DeviceMesh.from_group(
         [open_group_over(comm) for comm in comms], world.device.type,
@@ -185,18 +185,18 @@ def _get_communicator(group: dist.ProcessGroup, device: torch.device) -> Communi
         return comm
     found = _duplicates.get(comm)
     if found is None or found.closed:
-        found = _duplicates[comm] = _split(comm, 0, comm.rank)
+        found = _duplicates[comm] = split_comm(comm, 0, comm.rank)
     return found
 
 
-def _split(world: Communicator, color: int, key: int) -> Communicator:
+def split_comm(world: Communicator, color: int, key: int) -> Communicator:
+    """Return a communicator of the ranks with this color, which is closed and aborted with `world`. A collective."""
     child = world.split(color, key)
-    child.timeout = world.timeout
     world._owned.append(child)
     return child
 
 
-def _find_device(module: nn.Module, kind: str | None) -> torch.device:
+def find_device(module: nn.Module, kind: str | None) -> torch.device:
     """Return the device of the units inside, whose shards may be elsewhere, or of a module's parameters; for parameters
     on the meta device, a GPU if there is one.
     """

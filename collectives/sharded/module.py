@@ -78,7 +78,7 @@ class ShardedModule(nn.Module):
     """
 
     if TYPE_CHECKING:  # not while running: transformers evaluates the annotations of every base class
-        _unit: Unit
+        _sharded_unit: Unit
 
     def __call__(self, *args, **kwargs):
         return run_forward(self, super().__call__, args, kwargs)
@@ -91,14 +91,14 @@ class ShardedModule(nn.Module):
         `async_op`: return a handle, whose `wait()` must come before the parameters are used; a
         forward waits, too.
         """
-        self._unit.unshard(async_op=async_op)
-        return UnshardHandle(self._unit) if async_op else None
+        self._sharded_unit.unshard(async_op=async_op)
+        return UnshardHandle(self._sharded_unit) if async_op else None
 
     def reshard(self) -> None:
         """Have the module hold its shards, and free the full parameters; what was written to them is
         lost. A local call.
         """
-        self._unit.reshard()
+        self._sharded_unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
         """Set whether to reshard after a forward, as `fully_shard` takes it. With an int it is a
@@ -118,26 +118,26 @@ class ShardedModule(nn.Module):
         """Set whether the unit is gathered when its backward begins. False is for a unit whose backward
         needs no parameters, such as an embedding.
         """
-        self._unit.unshard_in_backward = bool(unshard_in_backward)
+        self._sharded_unit.unshard_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Set the modules whose gathers begin when this one's forward begins."""
-        self._unit.forward_prefetch = [_unit_of(module) for module in modules]
+        self._sharded_unit.forward_prefetch = [_unit_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Set the modules whose gathers begin when this one's backward begins."""
-        self._unit.backward_prefetch = [_unit_of(module) for module in modules]
+        self._sharded_unit.backward_prefetch = [_unit_of(module) for module in modules]
 
     def set_custom_all_gather(self, comm) -> None:
         """Gather this module's parameters by a user's ``comm(output, input, group, async_op)``, which
         returns None, or an object with ``wait()``.
         """
-        if comm is not None and self._unit.wire is not None:
+        if comm is not None and self._sharded_unit.wire is not None:
             raise InvalidUsage(
                 "a custom all-gather sends parameters as they are: leave HookState's gather out",
                 op="set_custom_all_gather",
             )
-        self._unit.custom_all_gather = comm
+        self._sharded_unit.custom_all_gather = comm
 
     # ---- Gradients.
 
@@ -149,10 +149,11 @@ class ShardedModule(nn.Module):
             unit.reduces = bool(requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last one of this step. False: its end reduces no
-        remaining gradients, reshards nothing and calls no hooks.
+        """Set whether backwards from now on are the last ones of their step. False: their ends reduce no
+        remaining gradients, reshard nothing and call no hooks.
         """
-        self._unit.scheduler.is_last_backward = bool(is_last_backward)
+        for unit in units_in(self):
+            unit.is_last_backward = bool(is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Divide gradients by this factor instead of the number of ranks. `recurse`: those of inner
@@ -169,10 +170,6 @@ class ShardedModule(nn.Module):
         """Reduce this module's gradients by a user's ``comm(output, input, group, op, async_op)``."""
         self._change_stages("set_custom_reduce_scatter", reduce_scatter=comm)
 
-    def set_custom_all_reduce(self, comm) -> None:
-        """Reduce over replicas by a user's ``comm(tensor, group, op, async_op)``, in place."""
-        self._change_stages("set_custom_all_reduce", all_reduce=comm)
-
     def set_all_reduce_hook(self, hook, *, stream=None) -> None:
         """Call ``hook(reduced)`` with this rank's part of the reduced gradients, a flat tensor, before
         they become the shards' gradients; what it writes to the tensor is kept. None: no hook.
@@ -187,12 +184,12 @@ class ShardedModule(nn.Module):
         self._change_stages("set_all_reduce_hook", hook=hook)
 
     def _change_stages(self, op: str, **stages) -> None:
-        if self._unit.reducer is not None and any(stage is not None for stage in stages.values()):
+        if self._sharded_unit.reducer is not None and any(stage is not None for stage in stages.values()):
             raise InvalidUsage(
                 "this module's gradients are reduced as its HookState says: fully_shard it without hook_state", op=op
             )
         for name, stage in stages.items():
-            setattr(self._unit.stages, name, stage)
+            setattr(self._sharded_unit.stages, name, stage)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -200,7 +197,8 @@ class ShardedModule(nn.Module):
         """Clip the gradients of this module's parameters, sharded or not, by their norm over all
         ranks; return the norm.
 
-        A collective. ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same.
+        A collective. ``torch.nn.utils.clip_grad_norm_(module.parameters(), ...)`` does the same where all
+        parameters are sharded, over one mesh.
         `error_if_nonfinite`: raise RuntimeError on all ranks. Raises `InvalidUsage` where a
         HookState's optimizer has taken the gradients.
         """
@@ -260,14 +258,14 @@ class ShardedModule(nn.Module):
         """
         if not hasattr(event, "wait"):
             raise InvalidArgument(f"event must be a torch.Event, not {kind_of(event)}", op="set_post_optim_event")
-        if self._unit.device.type != "cpu":
+        if self._sharded_unit.device.type != "cpu":
             event.wait()  # the current stream does, and all-gathers follow it
 
     def reset_iter_state(self) -> None:
         """Drop a forward or backward that an exception has left, and the gradients that wait to be
         reduced. The next forward does the first by itself. A local call, which all ranks make.
         """
-        self._unit.scheduler.reset()
+        self._sharded_unit.scheduler.reset(units_in(self))
 
     # ---- What torch.nn.Module does.
 
@@ -282,14 +280,14 @@ class ShardedModule(nn.Module):
                 unit.rehome()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
-        self._unit.scheduler.step_count.reset()  # all ranks have the same parameters again
-        self._unit.scheduler.offload.wait()
-        load_into_shards(self, self._unit, state_dict, prefix, local_metadata)
+        self._sharded_unit.scheduler.step_count.reset()  # all ranks have the same parameters again
+        self._sharded_unit.scheduler.offload.wait()
+        load_into_shards(self, self._sharded_unit, state_dict, prefix, local_metadata)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def extra_repr(self) -> str:
         """Return the module's own text and the unit's."""
-        own, unit = super().extra_repr(), self._unit
+        own, unit = super().extra_repr(), self._sharded_unit
         count = sum(param.shape.numel() for param in unit.params)
         here = sum(param.local.numel() for param in unit.params)
         ours = f"unit {unit.index}: {here} of {count} elements on rank {unit.world.rank}"
@@ -305,7 +303,7 @@ class ShardedModule(nn.Module):
 def _unit_of(module) -> Unit:
     if not isinstance(module, ShardedModule):
         raise InvalidArgument(f"only sharded modules are taken here, not {kind_of(module)}")
-    return module._unit
+    return module._sharded_unit
 
 
 def _refuse(op: str, value, reason: str) -> None:

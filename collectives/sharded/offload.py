@@ -38,7 +38,7 @@ class GradientOffload:
         self._event = self._side.record_event()
 
     def wait(self) -> None:
-        """Wait on the host for all copies. With offloading this is the only wait of the host in a step."""
+        """Wait on the host for all copies. With offloading this is the host's only wait in a step of one backward."""
         event, self._event = self._event, None
         if event is not None:
             event.synchronize()

@@ -40,22 +40,19 @@ def compares_order(world: Communicator) -> bool:
 class OrderCheck:
     """The order of the units' collectives on this rank, step by step, and its comparison with the other ranks'.
 
-    Ranks compare the first three steps. After them, a step whose order is that of the step before sends
-    nothing; a rank whose order has changed waits until all ranks have changed theirs in the same step.
+    Ranks compare the first three steps, and with COLLECTIVES_CHECK all. After them, a step whose order is that of the
+    step before sends nothing. A rank whose order has changed waits until all ranks have changed theirs in that step.
     The ranks meet in a store that `world`'s rank 0 serves. The constructor is a collective and blocks.
 
     Args:
         world: The communicator of all ranks of the units.
-        name_of: Returns the name of a unit for messages, by its index. None: "unit 3".
-        always: Compare every step. None: what COLLECTIVES_CHECK says.
+        name_of: Returns the name of a unit for messages, by its index.
     """
 
-    def __init__(
-        self, world: Communicator, name_of: Callable[[int], str] | None = None, *, always: bool | None = None
-    ):
+    def __init__(self, world: Communicator, name_of: Callable[[int], str]):
         self._world = world
-        self._name_of = name_of or "unit {}".format
-        self._always = read_switch("COLLECTIVES_CHECK") if always is None else always
+        self._name_of = name_of
+        self._always = read_switch("COLLECTIVES_CHECK")
         store, name = share_store(world)
         self._store = dist.PrefixStore(f"order/{name}", store)
         self._step = 0

@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import nn
 
-from ..comm import all_gather_object, allocate_common, is_on_one_host
+from ..comm import all_gather_object, allocate_common
 from ..cuda_state import is_capturing
 from ..errors import InvalidUsage
 from ..kernels import pack
@@ -320,10 +320,7 @@ class ParamGroup:
     @untraced
     def _share_shards(self) -> None:
         comm, world = self.ranks.comm, self.ranks.world
-        if (
-            self.size == 1 or not self.numel or self.gather_dtype != self.dtype or self.store != self.ranks.device
-            or not is_on_one_host(world) or not can_swap_storage_memory()
-        ):  # fmt: skip
+        if self.gather_dtype != self.dtype or not can_swap_storage_memory():
             return
         nbytes = self.part * self.dtype.itemsize
         memory, reason = allocate_common(comm, nbytes * self.size)
@@ -463,12 +460,14 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(param: torch.Tensor) -> int:
-    """Return a number that is equal for equal values, and very probably only for these; 0 on the
-    meta device.
+    """Return a number that is equal for equal values, and seldom for others: not for the same words in another order.
+    0 on the meta device.
     """
     if param.is_meta or not param.numel():
         return 0
     octets = param.detach().reshape(-1).view(torch.uint8)
+    if octets.storage_offset() % 4:
+        octets = octets.clone()
     whole = octets.numel() // 4 * 4
     total = octets[:whole].view(torch.int32).sum(dtype=torch.int64) if whole else 0
     return int(total) + int(octets[whole:].sum(dtype=torch.int64))

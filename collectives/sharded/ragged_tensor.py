@@ -111,10 +111,6 @@ class RaggedTensor(DTensor):
 
     # ---- The whole tensor.
 
-    def gathered(self) -> DTensor:
-        """Return the replicated tensor. A collective of the ranks of the shards; blocks on the host engine."""
-        return _replicated(_gather(self), self._spec.mesh)
-
     def full_tensor(self, *, grad_placements=None) -> torch.Tensor:
         """Return the whole tensor, on every rank. A collective of the ranks of the shards."""
         return _FullTensor.apply(self)
@@ -378,9 +374,10 @@ def _find(cls, args, kwargs):
 def _part_of(func, arg: torch.Tensor, like: RaggedTensor) -> torch.Tensor:
     """Return an argument as a tensor that broadcasts with the local part of `like`."""
     if type(arg) is RaggedTensor:
-        if arg._spec is like._spec or (arg._spec.placements == like._spec.placements and arg.shape == like.shape):
+        spec, own = arg._spec, like._spec
+        if spec is own or (spec.placements, spec.mesh, arg.shape) == (own.placements, own.mesh, like.shape):
             return arg._local_tensor
-        return _refuse_mix(func, like, arg, f"one of {arg.placements}")
+        return _refuse_mix(func, like, arg, f"one of {spec.placements} on {spec.mesh}")
     if isinstance(arg, DTensor):
         if not _is_replicated(arg):
             return _refuse_mix(func, like, arg, f"a DTensor of {arg.placements}")
@@ -500,7 +497,8 @@ def _foreach_norm(func, args, kwargs):
 
 def _sum(func, args, kwargs):
     total = func(args[0]._local_tensor, **kwargs)
-    return _replicated(_reduce_over_shards(args[0], total, "sum"), args[0]._spec.mesh)
+    _reduce_over_shards(args[0], torch.view_as_real(total) if total.is_complex() else total, "sum")
+    return _replicated(total, args[0]._spec.mesh)
 
 
 def _check_finite_and_unscale(func, args, kwargs):

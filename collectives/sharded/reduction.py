@@ -25,8 +25,6 @@ class ReduceStages:
         divide_factor: What the sum is divided by. None: the number of ranks.
         reduce_scatter: A user's function in place of the communicator's: FSDP2's custom
             reduce-scatter, called as (output, input, group, op, async_op).
-        all_reduce: A user's function for the sum over replicas, called as (tensor, group, op,
-            async_op).
         hook: A user's function of this rank's reduced part, which may change it.
         wire: A function (comm, flat, part) that sends gradients in a wire format in place of the
             communicator's collectives. It divides, too. `part`: the elements of a rank's part, which
@@ -36,7 +34,6 @@ class ReduceStages:
 
     divide_factor: float | None = None
     reduce_scatter: Callable | None = None
-    all_reduce: Callable | None = None
     hook: Callable | None = None
     wire: Callable | None = None
     algorithm: str | None = None
@@ -56,7 +53,7 @@ def reduce(flat: torch.Tensor, out: torch.Tensor, ranks: Ranks, stages: ReduceSt
         whole = reduces_whole(ranks, stages)
         stages.wire(world if whole else comm, flat, None if whole else out.numel())
         out.copy_(_rank_part(flat, out, comm))
-    elif stages.reduce_scatter is not None or stages.all_reduce is not None:
+    elif stages.reduce_scatter is not None:
         _reduce_by_custom(flat, out, ranks, stages, factor)
     elif world.size == 1:
         torch.div(flat, factor, out=out)
@@ -96,21 +93,10 @@ def _rank_part(flat: torch.Tensor, out: torch.Tensor, comm) -> torch.Tensor:
 
 
 def _reduce_by_custom(flat, out, ranks: Ranks, stages: ReduceStages, factor: float) -> None:
-    """Reduce by users' functions, which get torch's groups and operations and divide themselves."""
+    """Reduce by a user's function, which gets torch's group and operation and divides itself."""
     op = dist.ReduceOp.AVG if stages.divide_factor is None else premul_sum(1.0 / factor)
-    mesh = ranks.mesh
-    if stages.reduce_scatter is not None:
-        work = stages.reduce_scatter(out, flat, mesh.get_group(mesh.ndim - 1), op, False)
-        if work is not None:
-            work.wait()
-    else:
-        ranks.comm.reduce_scatter(out, flat, "avg" if stages.divide_factor is None else 1.0 / factor)
-    if ranks.replicas is None:
-        return
-    op = dist.ReduceOp.AVG if stages.divide_factor is None else dist.ReduceOp.SUM
-    if stages.all_reduce is not None:
-        work = stages.all_reduce(out, mesh.get_group(0), op, False)
-        if work is not None:
-            work.wait()
-    else:
+    work = stages.reduce_scatter(out, flat, ranks.mesh.get_group(ranks.mesh.ndim - 1), op, False)
+    if work is not None:
+        work.wait()
+    if ranks.replicas is not None:
         ranks.replicas.all_reduce(out, "avg" if stages.divide_factor is None else "sum")

@@ -10,19 +10,20 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm import is_on_one_host
 from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidUsage, Mismatch
 from ..gradients.step_count import StepCount
-from ..torch_compat import current_graph_task_id, is_transformed, will_engine_execute
+from ..torch_compat import current_graph_task_id, will_engine_execute
 from .arena import Arena
+from .common_reads import CommonReads
 from .managed_params import units_in
+from .mesh import split_comm
 from .offload import GradientOffload
 from .order_check import OrderCheck, compares_order
 from .streams import SideStream
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler", "get_scheduler", "living"]
 
 _END_TAG = make_tag("the parameters that a backward has used")
-_COPIED_STEPS = 3  # of a unit, before it reads the ranks' shards where they are
-_FORWARD_TAG = make_tag("the end of a forward")
 _schedulers: dict[int, Scheduler] = {}  # by the id of their communicator
 
 
@@ -49,16 +48,6 @@ def get_scheduler(comm: Communicator) -> Scheduler:
     return _schedulers[id(comm)]
 
 
-class _Backward:
-    """The callback of the engine at the end of a backward. The engine drops it after an exception, too."""
-
-    def __init__(self, scheduler: Scheduler):
-        self._scheduler = scheduler
-
-    def __call__(self) -> None:
-        self._scheduler.end_backward()
-
-
 class Scheduler:
     """Unshards, prefetches, reshards and reduces the units of one communicator, in forward and backward.
 
@@ -67,7 +56,7 @@ class Scheduler:
         side: The stream on which they gather and reduce on a GPU.
         offload: Copies of gradients to the host.
         step_count: Counts the optimizers' steps of the units' parameters, which the ranks compare.
-        is_last_backward: False: the end of a backward reduces nothing and reshards nothing.
+        reads: Units that read the ranks' shards where they are.
     """
 
     def __init__(self, comm: Communicator):
@@ -76,13 +65,7 @@ class Scheduler:
         self.side = SideStream(comm.device)
         self.offload = GradientOffload(self.side)
         self.step_count = StepCount()
-        self.is_last_backward = True
-        self.steps = 0  # backwards that all ranks have ended together
-        self._may_share = comm.size > 1 and is_on_one_host(comm)
-        # Units that read the other ranks' shards where they are, and whether some of this forward or backward do:
-        # then no rank may write to its own before all have ended it.
-        self._readers: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
-        self._reads_shards = False
+        self.reads = CommonReads(comm)
         self._neighbours: dict[tuple[int, int], Communicator] = {}  # by their communicator's id and their number
         self._units: list[weakref.ref[Unit]] = []
         self._depth = 0  # of nested forwards
@@ -91,7 +74,8 @@ class Scheduler:
         self._order: list[weakref.ref[Unit]] = []  # units of the last outermost forward
         # Units whose forward wants gradients and that no backward has reduced.
         self._awaiting: weakref.WeakKeyDictionary[Unit, None] = weakref.WeakKeyDictionary()
-        self._backward: weakref.ref[_Backward] | None = None
+        # The engine's callback at the end of the backward in progress. The engine drops it after an exception, too.
+        self._backward: weakref.ref | None = None
         self._in_backward: dict[Unit, None] = {}  # units that the backward in progress has gathered
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units with which the last backward began
         self._has_resharded = False  # in the backward in progress
@@ -107,13 +91,14 @@ class Scheduler:
     def add(self, unit: Unit) -> int:
         """Add a unit; return its number, the same on all ranks."""
         self._units.append(weakref.ref(unit))
+        self.reads.add(unit)
         return len(self._units) - 1
 
     def split(self, comm: Communicator, size: int) -> Communicator:
         """Return the communicator of `size` neighbouring ranks of a unit's. A collective at the first call."""
         known = self._neighbours.get((id(comm), size))
         if known is None or known.closed:
-            known = self._neighbours[id(comm), size] = comm.split(comm.rank // size)
+            known = self._neighbours[id(comm), size] = split_comm(comm, comm.rank // size, comm.rank)
         return known
 
     def note(self, unit: Unit, kind: str) -> None:
@@ -121,30 +106,15 @@ class Scheduler:
         if self._check is not None:
             self._check.note(unit.index, kind)
 
-    def may_read_shards(self, unit: Unit) -> bool:
-        """Whether a unit that is gathered now may read the other ranks' shards where they are; the same on all ranks.
-
-        In its first steps it copies: by then a program has shown whether it writes to parameters inside of a
-        forward. A unit that stays gathered between forwards copies, too: ranks may make different numbers of these.
-        """
-        if not self._may_share:
-            return False
-        if self.is_in_forward and not self.is_recomputing and unit.begin_versions != unit.read_versions():
-            unit.writes_inside = True
-        stays = unit.reshard_after_forward is False or not unit.reshard_after_backward
-        is_new = self.steps - unit.first_step < _COPIED_STEPS
-        return self.is_running and not (stays or is_new or unit.writes_inside or is_transformed())
+    def decide_in_place(self, unit: Unit) -> bool:
+        """Decide whether a unit that is gathered now may read the other ranks' shards where they are."""
+        if self._is_first_run:
+            self.reads.note_writes(unit)
+        return self.is_running and self.reads.may_read(unit)
 
     def begin_reads(self, unit: Unit) -> None:
-        """Note that a unit reads the other ranks' shards where they are. The first one of an outermost forward
-        waits until all ranks have begun theirs.
-        """
-        is_first = self.is_in_forward and not self.is_recomputing and not self._reads_shards
-        self._readers[unit] = None
-        self._reads_shards = True
-        if is_first:
-            with tagged(unit.tag, self.comm):
-                self.comm.barrier()
+        """Note that a unit reads the other ranks' shards where they are. May wait for all ranks."""
+        self.reads.begin(unit, in_forward=self._is_first_run)
 
     def _name_of(self, index: int) -> str:
         unit = self._units[index]()
@@ -162,6 +132,11 @@ class Scheduler:
     @property
     def _is_in_backward(self) -> bool:
         return self._backward is not None and self._backward() is not None
+
+    @property
+    def _is_first_run(self) -> bool:
+        """Whether a forward is in progress that isn't a repeated one."""
+        return self.is_in_forward and not self.is_recomputing
 
     @property
     def is_recomputing(self) -> bool:
@@ -198,22 +173,17 @@ class Scheduler:
 
     def _begin_pass(self, root: torch.nn.Module) -> None:
         if self._backward is not None:
-            self._abandon_backward()
+            self._abandon_backward(self._in_backward)
         if root not in self._named:
             self._named.add(root)
             for name, module in root.named_modules():
-                if name and hasattr(module, "_unit"):
-                    module._unit.set_name(f"{name} ({type(module).__name__})")
+                if name and hasattr(module, "_sharded_unit"):
+                    module._sharded_unit.set_name(f"{name} ({type(module).__name__})")
             self._warn_of_strangers(root)
-        for unit in list(self._readers):
-            if not unit.stays_gathered:
-                unit.reshard()  # the ranks may have written to their shards since
-                del self._readers[unit]
-        self._reads_shards = False
-        for unit in self.units:
+        units = self.units
+        self.reads.begin_forward(units)
+        for unit in units:
             unit.free_unused_grads()
-            if self._may_share:
-                unit.begin_versions = unit.read_versions()
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
 
@@ -275,25 +245,7 @@ class Scheduler:
             if not begins_backward:
                 self._reshard_after_forward(unit, wants_grad)
             unit.end_pass()
-        self._end_reads(_FORWARD_TAG)
-        for unit in forward if self._may_share else ():
-            if unit.read_versions() == unit.begin_versions:
-                continue
-            unit.writes_inside = True
-            if unit in self._readers:
-                raise InvalidUsage(
-                    f"parameters of {unit.name} were written to inside of a forward, after it had read them where the "
-                    "ranks write: do it before or after the forward, or from the first step on, so that the ranks copy "
-                    "the parameters",
-                    op="forward", rank=self.comm.rank,
-                )  # fmt: skip
-
-    def _end_reads(self, tag: int) -> None:
-        """Wait for all ranks where they may still read this rank's shards."""
-        if self._reads_shards:
-            self._reads_shards = False
-            with tagged(tag, self.comm):
-                self.comm.barrier()
+        self.reads.end_forward(forward)
 
     def abort_forward(self) -> None:
         """Reshard everything after an exception has left a forward."""
@@ -357,15 +309,15 @@ class Scheduler:
         """Note that a backward uses a unit, whose forward had no hooks for it."""
         self._begin_backward()
         self._in_backward[unit] = None
-        self._reads_shards = self._reads_shards or unit.reads_common
+        self.reads.note_backward(unit)
 
     def _begin_backward(self) -> None:
         if self._is_in_backward:
             return
         if self._backward is not None:
-            self._abandon_backward()
+            self._abandon_backward(self._in_backward)
         self._in_backward, self._has_resharded = {}, False
-        callback = _Backward(self)
+        callback = self.end_backward  # a new object, which the engine alone keeps
         self._backward = weakref.ref(callback, self._leave_backward)
         self.step_count.begin_backward(self.comm)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -394,7 +346,7 @@ class Scheduler:
         if unit.reduces and unit.requires_grad:
             self._awaiting.pop(unit, None)
             with self._resetting_steps():
-                gradients = unit.reduce()
+                gradients = unit.reduce_grads()
             for param, is_used, is_new in gradients:
                 before = self._reduced.get(param, (False, is_new))
                 self._reduced[param] = is_used or before[0], before[1]
@@ -402,26 +354,35 @@ class Scheduler:
     def end_backward(self) -> None:
         """End a backward: reduce, in the order of their forwards, the units that it has not reduced, and reshard."""
         self._backward = None
-        in_backward, self._in_backward = self._in_backward, {}
-        for unit in in_backward:
+        units, self._in_backward = self._in_backward, {}
+        try:
+            self._end_backward(units)
+        except BaseException:
+            self._abandon_backward(units)
+            raise
+
+    def _end_backward(self, units: Iterable[Unit]) -> None:
+        for unit in units:
             unit.backwards_left, unit.is_open_ended, unit.stays_gathered = None, False, False
             unit.to_sharded()
-        if not self.is_last_backward:
-            self._end_reads(_END_TAG)
+        ending = [unit for unit in units if unit.is_last_backward]
+        if not ending:
+            self.reads.end(_END_TAG)
             return
-        roots = {unit.root for unit in in_backward}
+        roots = {unit.root for unit in ending}
         for unit in list(self._awaiting):
             if unit.root in roots:  # those of other models have a backward of their own, or none
                 self._finish(unit)
-        for unit in in_backward:
+        for unit in ending:
             if unit.reshard_after_backward:
                 unit.reshard()
         self.side.join()
         self.offload.wait()
         reduced, self._reduced = self._reduced, {}
-        if not self._drop_unused(reduced):
-            self._end_reads(_END_TAG)
-        self._reads_shards = False
+        if self._drop_unused(reduced):
+            self.reads.end_step()
+        else:
+            self.reads.end(_END_TAG)
         for reducer in self._reducers():
             reducer.end()
         if self._check is not None:
@@ -443,7 +404,6 @@ class Scheduler:
         if self.comm.size > 1:
             with tagged(_END_TAG, self.comm):
                 self.comm.all_reduce(used, "max")
-        self.steps += 1
         if used.all():
             return True
         for (param, (_, is_new)), is_used in zip(reduced.items(), used.tolist(), strict=True):
@@ -454,18 +414,20 @@ class Scheduler:
     def _reducers(self) -> list:
         return list(dict.fromkeys(unit.reducer for unit in self.units if unit.reducer is not None))
 
-    def reset(self) -> None:
-        """Drop a forward or backward that an exception has left, and gradients that wait to be reduced."""
+    def reset(self, units: list[Unit]) -> None:
+        """Drop a forward or backward that an exception has left, and units' gradients that wait to be reduced."""
         self._depth = 0
-        self._abandon_backward()
-        for unit in self.units:
+        self._abandon_backward(self._in_backward)
+        for unit in units:
+            self._awaiting.pop(unit, None)
             unit.reshard()
             unit.drop_grads()
 
-    def _abandon_backward(self) -> None:
+    def _abandon_backward(self, used: Iterable[Unit]) -> None:
+        """Drop a backward that an exception has left, and that has used some units. Gradients of other models stay."""
         self._backward = None
+        roots = {unit.root for unit in used}
         self._in_backward, self._reduced = {}, {}
-        self._awaiting.clear()
         self.side.join()
         self.offload.wait()
         for reducer in self._reducers():
@@ -473,8 +435,10 @@ class Scheduler:
         for unit in self.units:
             unit.backwards_left = None
             unit.reshard()
-            if unit.reduces:
-                unit.drop_grads()
+            if unit.root in roots:
+                self._awaiting.pop(unit, None)
+                if unit.reduces:
+                    unit.drop_grads()
 
 
 def living(references: list[weakref.ref[Unit]]) -> list[Unit]:

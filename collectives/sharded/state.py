@@ -23,17 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.agree import all_gather_bytes
 from ..errors import CollectivesError, InvalidArgument, InvalidUsage
-from ..torch_compat import init_optimizer_state
+from ..torch_compat import init_optimizer_state, tree_map_only
 from ..torch_patches import patch_distribution, patch_optimizer_load, patch_state_dict
 from .managed_params import units_in
 from .placement import RaggedShard
 from .ragged_tensor import RaggedTensor
 
 __all__ = [
-    "clean_name", "full_state_dict", "gather_entries", "gather_optimizer_state", "get_model_state_dict",
-    "get_optimizer_state_dict", "inner_module", "load_into_shards", "local_optimizer_state", "map_tensors",
-    "optimizer_state", "optimizers_of", "part_of", "scatter_optimizer_state", "set_model_state_dict",
-    "set_optimizer_state_dict", "unsharded_params", "wants_shards", "watch_state_dicts",
+    "as_shards", "clean_name", "gather_entries", "gather_optimizer_state", "get_model_state_dict",
+    "get_optimizer_state_dict", "inner_module", "load_into_shards", "local_optimizer_state", "optimizer_state",
+    "optimizers_of", "part_of", "scatter_optimizer_state", "set_model_state_dict", "set_optimizer_state_dict",
+    "unsharded_params", "wants_shards", "watch_state_dicts",
 ]  # fmt: skip
 
 _INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpoint wrappers
@@ -234,22 +234,6 @@ def _is_first(module: nn.Module) -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def full_state_dict(module: nn.Module, *, offload_to_cpu: bool = False, rank0_only: bool = False) -> dict[str, Any]:
-    """Return a module's state dict with whole tensors in memory of their own. A collective; blocks.
-
-    Args:
-        offload_to_cpu: On the host; the peak there is the model and one parameter.
-        rank0_only: On the first rank; an empty dictionary on the others.
-
-    Raises:
-        Mismatch, CollectiveTimeout, RemoteError: Other ranks don't call it; the message names the parameter.
-    """
-    with as_shards():
-        made = module.state_dict()
-    gather_entries(module, made, to_cpu=offload_to_cpu, rank0_only=rank0_only)
-    return made
-
-
 @contextlib.contextmanager
 @torch.no_grad()
 def unsharded_params(
@@ -350,7 +334,7 @@ def get_model_state_dict(
     if full:
         gather_entries(inner, made, to_cpu=to_cpu, rank0_only=rank0_only)
     elif to_cpu:
-        made = {key: map_tensors(lambda tensor: tensor.cpu(), value) for key, value in made.items()}
+        made = {key: tree_map_only(torch.Tensor, torch.Tensor.cpu, value) for key, value in made.items()}
     if options is not None and options.ignore_frozen_params:
         for name, param in _named(inner):
             if not param.requires_grad:
@@ -394,17 +378,6 @@ def set_model_state_dict(
             model_state_dict = _scatter(model, model_state_dict, lambda path: own.get(keys.get(path[0])))
     given = {keys.get(name, name): value for name, value in model_state_dict.items()}
     return inner.load_state_dict(given, strict=strict, assign=any(param.is_meta for param in inner.parameters()))
-
-
-def map_tensors(function: Callable, value):
-    """Return a value of dictionaries, lists and tuples with each tensor replaced."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(function, each) for each in value)
-    return value
 
 
 def _scatter(model: nn.Module, given: Any, param_of: Callable[[tuple], Any]):
@@ -540,7 +513,7 @@ def get_optimizer_state_dict(
         optimizer.state.clear()
     if full:
         return gather_optimizer_state(model, made, to_cpu=to_cpu, rank0_only=rank0_only)
-    return {**made, "state": map_tensors(lambda tensor: tensor.cpu(), made["state"])} if to_cpu else made
+    return {**made, "state": tree_map_only(torch.Tensor, torch.Tensor.cpu, made["state"])} if to_cpu else made
 
 
 @torch.no_grad()
@@ -557,7 +530,7 @@ def gather_optimizer_state(
     state = {}
     for name, entries in made["state"].items():
         with _naming(f"get_optimizer_state_dict() of {name}"):
-            state[name] = map_tensors(gather, entries)
+            state[name] = tree_map_only(torch.Tensor, gather, entries)
     return {**made, "state": state} if keeps else {}
 
 

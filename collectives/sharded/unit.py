@@ -16,7 +16,7 @@ from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.step_count import count_steps, forget_steps
-from .managed_params import check_parameter, managed_parameters
+from .managed_params import managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .param import ParamGroup, ShardedParam, checksum
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
@@ -34,13 +34,15 @@ class Unit:
     The modules are changed in place. They hold this rank's shards, DTensors, until `unshard()`, and
     again after `reshard()`. Both forms are Parameters and keep their identity. All ranks must make
     units of the same parameters, and call the collectives of one communicator in one order. Making
-    one is a local call, except for the first use of a process group.
+    one is a local call, except for the first use of a process group, and on GPUs and several nodes for
+    the first unit of a communicator.
 
     Args:
         module: The owner of the parameters.
         comm: The `Communicator` of the ranks that have a shard each. None: see `mesh`.
         mesh: A DeviceMesh of one dimension, or of two: replicas, shards. None: that of `comm`, and
             without one torch.distributed's default group.
+        ranks: The ranks in place of `comm` and `mesh`, as `resolve_mesh` returns them.
         parameters: A list of (names, places, parameter), as `managed_parameters` returns it. None:
             those of `module`.
         ignored_params: Parameters of `module` that stay as they are.
@@ -66,8 +68,6 @@ class Unit:
     ):  # fmt: skip
         self.ranks = resolve_mesh(module, comm, mesh) if ranks is None else ranks
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
-        for names, _, param in found:
-            check_parameter(param, names[0])
         self.name = type(module).__name__ if name is None else name
         self.mp_policy = parse_mp_policy(mp_policy)
         self.stages = ReduceStages()
@@ -102,6 +102,7 @@ class Unit:
         # Settings of FSDP2's methods, which the scheduler reads.
         self.reshard_after_forward: bool | None = True
         self.reshard_after_backward = self.reduces = self.unshard_in_backward = True
+        self.is_last_backward = True  # False: the end of a backward reduces nothing and reshards nothing
         self.prefetch_in_backward, self.prefetch_in_forward = True, False
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
@@ -114,9 +115,7 @@ class Unit:
         self._works: list | None = None  # of a gather in progress
         self._gathered_event = None
         self.versions: tuple[int, ...] = ()  # of the shards when they were gathered
-        self.begin_versions: tuple[int, ...] = ()  # when the outermost forward in progress has begun
         self.writes_inside = False  # shards were written to inside of an outermost forward
-        self.first_step = self.scheduler.steps  # that all ranks have ended when it was made
         self._forwards = 0  # that have been compared by checksums
         self._sums: list[int] = []  # of the full parameters, as they were gathered
         self._full_versions: list[tuple[int, int]] = []
@@ -147,10 +146,6 @@ class Unit:
     def world(self) -> Communicator:
         """The communicator of all ranks, replicas included."""
         return self.ranks.world
-
-    @property
-    def mesh(self):
-        return self.ranks.mesh
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +237,7 @@ class Unit:
         Blocks on the host. What is gathered already is kept, unless the shards were written to since.
         `async_op`: only begin; `wait_for_unshard` ends it.
         """
-        in_place = self.scheduler.may_read_shards(self)
+        in_place = self.scheduler.decide_in_place(self)
         if self.is_unsharded and self._is_stale(in_place):
             self.reshard()
         if not self.is_unsharded and self._works is None:
@@ -416,11 +411,18 @@ class Unit:
         for group in self.groups:
             group.free_unused_output()
 
-    @torch.no_grad()
-    def reduce(self) -> list[tuple[ShardedParam, bool, bool]]:
+    def reduce(self) -> None:
         """Reduce the full gradients into those of the shards: averages, which are added to gradients
         that are there. A collective of all ranks, which blocks on the host; a rank without
-        gradients sends zeros. The full gradients are freed.
+        gradients sends zeros. The full gradients are freed. On a GPU the current stream waits.
+        """
+        self.reduce_grads()
+        self.scheduler.side.join()
+        self.scheduler.offload.wait()
+
+    @torch.no_grad()
+    def reduce_grads(self) -> list[tuple[ShardedParam, bool, bool]]:
+        """Reduce as `reduce`, which also waits for the side stream.
 
         Returns the trainable parameters with two flags: whether this rank had a full gradient, and
         whether the shard had none before.

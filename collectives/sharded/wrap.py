@@ -73,7 +73,7 @@ def units_of(
     return [
         (one, dict(found[one] or {}))
         for one in _children_first(module)
-        if one in found and one is not module and not hasattr(one, "_unit")
+        if one in found and one is not module and not hasattr(one, "_sharded_unit")
     ]
 
 
@@ -81,8 +81,8 @@ def parse_ignored(module: nn.Module, modules, states) -> tuple[set[nn.Module], l
     """Return the modules, and the parameters, that FSDP1's ``ignored_modules`` and ``ignored_states`` name."""
     modules, states = list(modules or ()), list(states or ())
     parameters = [each for each in states if isinstance(each, nn.Parameter)]
-    modules += [each for each in states if isinstance(each, nn.Module)]
-    if not all(isinstance(each, nn.Module) for each in modules) or len(parameters) + len(modules) < len(states):
+    modules += [each for each in states if not isinstance(each, nn.Parameter)]
+    if not all(isinstance(each, nn.Module) for each in modules):
         raise InvalidArgument("ignored_modules must be modules, ignored_states modules or parameters")
     if module in modules:
         raise InvalidArgument("ignored_modules holds the module itself: there is nothing left to shard")

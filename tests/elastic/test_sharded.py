@@ -186,7 +186,7 @@ def live_twice(ctx, sizes):
             state.commit()
         rows.append(take_row(state, net, optimizers))
         state.wait()
-        unit = net._unit
+        unit = net._sharded_unit
         gone = [weakref.ref(each) for each in (net, unit, unit.scheduler, unit.scheduler.arena, *optimizers)]
         comm.abort()
         del net, optimizers, unit, comm

@@ -7,7 +7,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from collectives.sharded import fully_shard
+from collectives.sharded import fully_shard, get_model_state_dict
+
+
+def full_state_dict(model, **options):
+    return get_model_state_dict(model, full_state_dict=True, **options)
 
 
 class Net(nn.Module):

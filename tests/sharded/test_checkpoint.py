@@ -19,10 +19,10 @@ from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage, 
 from collectives.sharded import fully_shard
 from collectives.sharded.checkpointer import MANIFEST, load, save
 from collectives.sharded.placement import RaggedShard
-from collectives.sharded.state import full_state_dict, get_model_state_dict, get_optimizer_state_dict
+from collectives.sharded.state import get_model_state_dict, get_optimizer_state_dict
 from tests.ddp.training import over_gloo, run
 from tests.ranks import run_ranks
-from tests.sharded.states import Net, differences, one_thread, optimizer_of, sharded, train
+from tests.sharded.states import Net, differences, full_state_dict, one_thread, optimizer_of, sharded, train
 
 RULES = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
@@ -34,7 +34,7 @@ EXTRA = {"epoch": 7, 3: {"any": torch.ones(2)}}
 
 def states(model, optimizer):
     """Return full state dicts, of a sharded model or of an unsharded one."""
-    if hasattr(model, "_unit"):
+    if hasattr(model, "_sharded_unit"):
         return [dict(full_state_dict(model)), get_optimizer_state_dict(model, optimizer, full_state_dict=True)]
     return [dict(model.state_dict()), torchs.get_optimizer_state_dict(model, optimizer)]
 

@@ -155,8 +155,8 @@ def settings_of_modules(ctx):
     policy = CustomPolicy(lambda module: own if module is special else isinstance(module, nn.Linear))
     model = sharded(model, auto_wrap_policy=policy, ignored_states=[model[4].bias], cpu_offload=CPUOffload(True))
     found["own strategy"] = [] if model[2].weight.to_local().shape == (30, 40) else [model[2].weight.to_local().shape]
-    found["own precision"] = [] if model[2]._unit.mp_policy.reduce_dtype == torch.bfloat16 else ["fp32"]
-    found["others"] = [] if model[0]._unit.mp_policy.reduce_dtype is None else ["bf16"]
+    found["own precision"] = [] if model[2]._sharded_unit.mp_policy.reduce_dtype == torch.bfloat16 else ["fp32"]
+    found["others"] = [] if model[0]._sharded_unit.mp_policy.reduce_dtype is None else ["bf16"]
     found["ignored"] = [] if type(model[4].bias) is nn.Parameter else [type(model[4].bias)]
     model(batch(0, ctx.rank)[0]).sum().backward()
     found["gradients"] = [n for n, p in model.named_parameters() if p.grad is None]

@@ -179,7 +179,7 @@ def misuse(ctx):
     work = gather(out, part, group, async_op=True)
     assert isinstance(work, dist.Work) and work.wait() and work.is_completed()
     assert torch.equal(out, torch.arange(ctx.size).repeat_interleave(3).float())
-    assert work.get_future().wait() is out
+    assert work.get_future().wait()[0] is out
     assert gather(out, part, group) is None
     # A block is in use as long as any view of it lives, and is reused afterwards.
     like = {"dtype": torch.float32, "device": torch.device("cpu")}

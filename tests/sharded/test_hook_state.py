@@ -206,7 +206,7 @@ def gather_in_fewer_bits(ctx):
                         if not hasattr(param, "full_tensor")
                     }
         assert same(masters, model)
-        with torch.no_grad(), model[0]._unit.unsharded(write_back=True):
+        with torch.no_grad(), model[0]._sharded_unit.unsharded(write_back=True):
             model[0].bias[:2] = 7.0
         assert full(model)["0.bias"][:2].tolist() == [7.0, 7.0]
         train(model, adamw(model.parameters()), ctx.rank, 2)
@@ -383,7 +383,7 @@ def frees_memory(ctx):
     before = weight._local_tensor.clone()
 
     def see(*_):
-        seen.append((weight.grad, model[4]._unit.is_unsharded, weight._local_tensor.clone()))
+        seen.append((weight.grad, model[4]._sharded_unit.is_unsharded, weight._local_tensor.clone()))
 
     model[2].register_full_backward_hook(see)
     loss_of(model, 0, ctx.rank).backward()

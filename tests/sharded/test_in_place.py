@@ -61,7 +61,7 @@ def make(ctx, slow_rank, **options):
 def fill(model, value):
     """Write to this rank's shards as nobody sees who counts writes."""
     for layer in model:
-        layer._unit.params[0].local.data.fill_(value)
+        layer._sharded_unit.params[0].local.data.fill_(value)
 
 
 X = torch.ones(1, 16)
@@ -87,7 +87,7 @@ def writes_behind(ctx, slow_rank, options, way):
             y.sum().backward()
             y = x.grad
         fill(model, -100.0)
-        assert any(layer._unit in model._unit.scheduler._readers for layer in model)
+        assert any(layer._sharded_unit in model._sharded_unit.scheduler.reads.readers for layer in model)
         found.append((y / WHOLE / value**3).unique().tolist())
     return found
 
@@ -170,7 +170,7 @@ def momentum(ctx, first_step):
         (y.sum() + 0 * z.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return found, model.k._unit.writes_inside, model.q._unit.writes_inside
+    return found, model.k._sharded_unit.writes_inside, model.q._sharded_unit.writes_inside
 
 
 @pytest.mark.parametrize("first_step", [0, 5])
@@ -301,7 +301,7 @@ def mapped(ctx, reads=True):
     optimizer.step()
     with torch.no_grad():
         found = model(X).sum().item()
-    assert bool(model._unit.scheduler._readers) is reads
+    assert bool(model._sharded_unit.scheduler.reads.readers) is reads
     return found
 
 

@@ -97,7 +97,7 @@ def measured(ctx, case):
             stepper.step()
             peaks["step"] = counted.most
             stepper.zero_grad()
-        as_is = memory_plan(model, ctx.size, stepper, strategy, accumulate=micro > 1)
+        as_is = memory_plan(model, ctx.size, stepper, accumulate=micro > 1)
     return peaks, plan.peaks, as_is.peaks, str(plan)
 
 
@@ -151,6 +151,23 @@ def test_plan_for_any_number_of_ranks():
     assert offloaded.on_host == 4 * count // 8 and offloaded.parameters == 0 and offloaded.activations == 1 << 20
     text = str(plan)
     assert f"{plan.peak / 2**20:,.2f} MiB  peak, in the backward" in text and "packed gradients" in text
+
+
+@over_gloo
+def plans_of_sharded(ctx):
+    found = []
+    for strategy in (S.NO_SHARD, S.SHARD_OPTIMIZER, S.SHARD_GRAD_OP):
+        made = memory_plan(nn.Linear(50, 100, bias=False), ctx.size, None, strategy)
+        model = ShardedDataParallel(nn.Linear(50, 100, bias=False), sharding_strategy=strategy)
+        own = memory_plan(model, ctx.size, None)
+        found.append((made.peaks, own.peaks, made.parameters, own.parameters))
+    return found
+
+
+def test_plan_of_a_sharded_module_takes_its_strategy(tmp_path):
+    for found in run(plans_of_sharded, 2, str(tmp_path / "store")):
+        assert [(made, params) == (own, other) for made, own, params, other in found] == [True] * 3
+        assert [params for _, _, params, _ in found] == [20_000, 10_000, 10_000]
 
 
 @pytest.mark.parametrize(

@@ -81,18 +81,6 @@ def custom_collectives(ctx):
         unit.set_custom_reduce_scatter(scatters)
     assert not differences(grads_of(model, ctx.rank), theirs(ctx))
     assert gathers.calls >= 4 and scatters.calls == 4
-    calls = []
-
-    def reduces(tensor, group, op, async_op):
-        calls.append(op)
-        dist.all_reduce(tensor, group=group)
-        tensor.div_(group.size())
-
-    model = sharded(mesh=init_device_mesh("cpu", (ctx.size, 1)))
-    for unit in (model, *model[::2]):
-        unit.set_custom_all_reduce(reduces)
-    assert not differences(grads_of(model, ctx.rank), theirs(ctx))
-    assert calls == [dist.ReduceOp.AVG] * 4
 
 
 def hooks_and_divisors(ctx):
@@ -129,11 +117,11 @@ def unshard_and_prefetch(ctx):
     model[4].set_modules_to_backward_prefetch([model[2], model[0]])
     model.set_reshard_after_backward(False)
     assert not differences(grads_of(model, ctx.rank), theirs(ctx))
-    assert model[2]._unit.is_unsharded and isinstance(model[2].weight, DTensor)
+    assert model[2]._sharded_unit.is_unsharded and isinstance(model[2].weight, DTensor)
     model = sharded()
     model.set_reshard_after_forward(False)
     loss = loss_of(model, ctx.rank)
-    assert all(part._unit.is_unsharded for part in (model, *model[::2]))
+    assert all(part._sharded_unit.is_unsharded for part in (model, *model[::2]))
     loss.backward()
     assert not differences(full_grads(model), theirs(ctx))
 
@@ -286,6 +274,63 @@ def classes(ctx):
     assert type(sliced) is nn.Sequential and type(plain).__name__ == "Linear" and isinstance(plain, nn.Linear)
 
 
+class Scaled(nn.Module):
+    """A unit inside of one whose own parameter is reduced at the backward's end."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+        self._unit = "cm"  # a name of the user's
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def after_an_error_at_the_end_of_a_backward(ctx):
+    """What the backward has left isn't in the next one's gradients."""
+
+    def fail(reduced):
+        raise KeyError("planted")
+
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        made = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        for param in model.parameters():
+            param.grad = None  # as an optimizer's zero_grad() does, which knows nothing of full gradients
+        return made
+
+    torch.manual_seed(0)
+    model = Scaled()
+    fully_shard(model.linear)
+    fully_shard(model)
+    assert model._unit == "cm"
+    want = step()
+    model.linear.set_all_reduce_hook(fail)
+    with pytest.raises(KeyError, match="planted"):
+        step()
+    model.linear.set_all_reduce_hook(None)
+    for param in model.parameters():
+        param.grad = None
+    assert not differences(step(), want)
+
+
+def two_models(ctx):
+    """Settings of one model, and its reset, leave another one alone."""
+    first, second = (fully_shard(nn.Linear(2, 2)) for _ in range(2))
+    x = torch.ones(1, 2)
+    first.set_is_last_backward(False)
+    second(x).sum().backward()
+    assert second.weight.grad is not None
+    first.set_is_last_backward(True)
+    second.zero_grad()
+    second.set_requires_gradient_sync(False)
+    second(x).sum().backward()
+    first.reset_iter_state()
+    second.set_requires_gradient_sync(True)
+    second(x).sum().backward()
+    assert torch.equal(second.weight.grad.full_tensor(), torch.full((2, 2), 2.0))
+
+
 def one_process_with_the_batches(ctx):
     model, alone = sharded(), make_model()
     optimizer, other = (RULES["adamw"](each.parameters()) for each in (model, alone))
@@ -301,7 +346,8 @@ def one_process_with_the_batches(ctx):
 
 METHODS = [
     custom_collectives, hooks_and_divisors, unshard_and_prefetch, last_backward, forward_method, unshard_in_backward,
-    fixed_settings, an_embedding_beside_ddp, parts_of_a_unit, classes, one_process_with_the_batches,
+    fixed_settings, an_embedding_beside_ddp, parts_of_a_unit, classes, after_an_error_at_the_end_of_a_backward,
+    two_models, one_process_with_the_batches,
 ]  # fmt: skip
 
 

@@ -1,5 +1,8 @@
 """The order of units is compared in the first steps and where it changes, and no step sends anything otherwise."""
 
+import os
+from unittest import mock
+
 import pytest
 
 from collectives.errors import CollectiveTimeout, Mismatch
@@ -21,8 +24,9 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def open_check(comm, **options):
-    check = OrderCheck(comm, NAMES.__getitem__, **options)
+def open_check(comm, always=False):
+    with mock.patch.dict(os.environ, {"COLLECTIVES_CHECK": str(int(always))}):
+        check = OrderCheck(comm, NAMES.__getitem__)
     check._store = CountingStore(check._store)
     return check
 

@@ -231,10 +231,10 @@ def lists(ctx):
                         model.zero_grad()
                         backward(model, ctx.rank)
                     assert not differences(full_grads(model), averaged(ctx, make(), backward)), (tied, options)
-    unit = model.norm._unit
-    assert unit is model.embed._unit is model.head._unit
+    unit = model.norm._sharded_unit
+    assert unit is model.embed._sharded_unit is model.head._sharded_unit
     model = grouped(Words(False))
-    unit, seen = model.norm._unit, []
+    unit, seen = model.norm._sharded_unit, []
     model.blocks[1].register_forward_pre_hook(lambda *_: seen.append(unit.is_unsharded))
     with torch.no_grad():
         model(words(0))
@@ -251,7 +251,7 @@ def lists(ctx):
     assert isinstance(model.embed.weight, DTensor)
     nested = Words(False)
     fully_shard([nested.blocks[0], nested.blocks[0][0]])  # the inner one is of the outer one, as in FSDP2
-    assert not hasattr(nested.blocks[0][0], "_unit")
+    assert not hasattr(nested.blocks[0][0], "_sharded_unit")
 
 
 def test_lists_of_modules(tmp_path):
@@ -362,7 +362,7 @@ def parts_of_older_values(ctx):
             with torch.no_grad():
                 for param in each.parameters():
                     param.mul_(1.5)
-    with model[0]._unit.unsharded():
+    with model[0]._sharded_unit.unsharded():
         assert torch.allclose(model[0].weight, plain[0].weight)
     assert torch.allclose(model(x), plain(x), 1e-4, 1e-5)
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 
 from collectives.errors import InvalidUsage
 from collectives.sharded.placement import RaggedShard
@@ -162,6 +162,7 @@ def check_kinds(mesh):
             assert isinstance(pairs, RaggedTensor)
             pairs.mul_(2)
             twice = full * 2
+            torch.testing.assert_close(whole(a.sum()), twice.sum())
             compare("complex", [pairs, torch.view_as_complex(pairs), a], [torch.view_as_real(twice), twice, twice])
         if full.is_floating_point() and full.numel():
             assert whole(torch.linalg.vector_norm(a)) == torch.linalg.vector_norm(full)
@@ -221,6 +222,7 @@ def refuse(ctx):
     param = nn.Parameter(RaggedTensor.from_full(full, mesh, RaggedShard([0, 3, 8])))
     other = RaggedTensor.from_full(full, mesh, RaggedShard([0, 4, 8]))
     even = distribute_tensor(full, mesh, [Shard(0)])
+    turned = RaggedTensor.from_full(full, DeviceMesh("cpu", [1, 0]), param.ragged)  # the same bounds, other ranks
     wrong = {
         "a plain tensor": [
             lambda: param + full, lambda: param.mul_(full[0]), lambda: torch.equal(param, full),
@@ -230,7 +232,8 @@ def refuse(ctx):
             lambda: nn.functional.embedding(full.long(), param),
         ],
         "RaggedShard": [
-            lambda: param + other, lambda: torch._foreach_add_([param], [other]), lambda: param.copy_(other),
+            lambda: param + turned, lambda: param + other, lambda: torch._foreach_add_([param], [other]),
+            lambda: param.copy_(other),
         ],
         r"Shard\(dim=0\)": [lambda: param + even, lambda: param.copy_(even), lambda: param @ even],
         "placed otherwise": [lambda: even.copy_(param), lambda: full.clone().add_(param)],

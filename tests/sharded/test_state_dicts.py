@@ -18,7 +18,6 @@ from collectives.sharded import MixedPrecisionPolicy, RaggedTensor, fully_shard
 from collectives.sharded.checkpointer import load, save
 from collectives.sharded.managed_params import units_in
 from collectives.sharded.state import (
-    full_state_dict,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -26,7 +25,7 @@ from collectives.sharded.state import (
     unsharded_params,
 )
 from tests.ddp.training import over_gloo, run
-from tests.sharded.states import IDS, Net, differences, optimizer_of, sharded, train
+from tests.sharded.states import IDS, Net, differences, full_state_dict, optimizer_of, sharded, train
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -58,7 +57,7 @@ def models(ctx):
     # Rank 0 alone, by all the names for it.
     alone = want if ctx.rank == 0 else {}
     for one in (
-        full_state_dict(model, offload_to_cpu=True, rank0_only=True),
+        full_state_dict(model, cpu_offload=True, rank0_only=True),
         get_model_state_dict(model, full_state_dict=True, rank0_only=True),
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
         torchs.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),

@@ -54,7 +54,7 @@ def collectives_of_steps(ctx, machines):
     """Return for each step the collectives that the ranks have called, and the calls of the store."""
     with joined(ctx, machines) as comm:
         net = shard_blocks(Net(), comm=comm, reshard_after_forward=True)
-        check = net._unit.scheduler._check
+        check = net._sharded_unit.scheduler._check
         if check is not None:
             check._store = CountingStore(check._store)
         optimizer = torch.optim.AdamW(net.parameters(), 0.01)
@@ -96,7 +96,7 @@ def two_models(ctx):
         counts.append(comm._native.sequence() - before)
     loss_of(first, ctx.rank, 0).backward()
     assert all(param.grad is not None for param in first.parameters())
-    unit = weakref.ref(first._unit)
+    unit = weakref.ref(first._sharded_unit)
     loss_of(first, ctx.rank, 0)
     del first, other
     gc.collect()
@@ -163,7 +163,7 @@ def kept_views(ctx):
     model = fully_shard(nn.Sequential(fully_shard(Keeps(), comm=ctx.communicator())), comm=ctx.communicator())
     model(torch.ones(2, 8)).sum().backward()
     weight, row, copied = model[0].kept
-    with model[0]._unit.unsharded():
+    with model[0]._sharded_unit.unsharded():
         return weight.equal(copied) and row.equal(copied[2])
 
 

@@ -171,7 +171,7 @@ def test_what_is_ignored():
     modules, parameters = ours.parse_ignored(model, [model[0]], [model[3], model[2][1].weight])
     assert modules == {model[0], model[3]}
     assert set(parameters) == {model[2][1].weight, *model[0].parameters(), *model[3].parameters()}
-    for given, says in ((([3], None), "must be modules"), ((None, ["0.weight"]), "modules or parameters")):
+    for given, says in ((([3], None), "must be modules"), (([model[0]], ["0.weight"]), "modules or parameters")):
         with pytest.raises(InvalidArgument, match=says):
             ours.parse_ignored(model, *given)
 
