@@ -228,6 +228,11 @@ def test_statistics_name_what_overflows(mode):
         kernels.pack([source.tensor], flat.tensor, statistics=found)
         assert found.nonfinite.item() == 5, to
         assert (~np.isfinite(decode(flat.dtype, flat.bits).astype(np.float64))).sum() == 5
+    many = np.zeros(24 * TILE)  # several tiles for each block
+    many[::TILE] = np.inf
+    source, found = array("float64", many), kernels.Statistics()
+    kernels.pack([source.tensor], array("float32", many.size).tensor, statistics=found)
+    assert found.nonfinite.item() == 24
 
 
 def touchy(count: int, seed: int) -> np.ndarray:
