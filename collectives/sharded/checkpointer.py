@@ -487,10 +487,8 @@ class Checkpointer:
         target = self.directory / f"step_{step:09}"
         writer = _Writer(target, step=step, done=self._remove_old)
         with _reporting(f"write {target}", "Checkpointer.save"):
-            future = dcp.async_save(
-                _state_of(model, optimizers, extra), storage_writer=writer, planner=_planner(), process_group=group,
-                no_dist=group is None,
-            )  # fmt: skip
+            state = _state_of(model, optimizers, extra)
+            future = dcp.async_save(state, storage_writer=writer, planner=_planner(), process_group=group)
         self._pending = future, target, self._world
         if block:
             self.wait()

@@ -90,9 +90,9 @@ def memory_plan(
 ) -> MemoryPlan:  # fmt: skip
     """Compute the bytes of a rank that trains a module on `ranks` ranks. Starts nothing.
 
-    Counted are steps from the fifth on, within 10% of measured peaks. The plan assumes that all ranks are
-    on one host, if they compute on CPUs. Not counted: activations, temporaries inside operations of the
-    model, the memory of libraries, padding.
+    Counted are steps from the fifth on, within 10% of measured peaks with torch from 2.12 on. The plan assumes
+    that all ranks are on one host, if they compute on CPUs. Not counted: activations, temporaries inside
+    operations of the model, the memory of libraries, padding.
 
     Args:
         module: As it is, on the meta device, or sharded already: its units and their settings are
@@ -141,15 +141,17 @@ def memory_plan(
     on_host = 0
     if offload and device.type == "cuda":
         on_host, work, kept = sum(kept.values()), 0, dict.fromkeys(kept, 0)
-    arena = _arena_bytes(planned, prefetches=device.type == "cuda", keeps=keeps)
+    gathered, packed = _arena_bytes(planned, prefetches=device.type == "cuda", keeps=keeps)
     full_gradients = _most_on_a_path(planned, lambda unit: sum(group.full_grads for group in unit.groups))
     if accumulate:
         largest = max((param.numel() * group.computes_in.itemsize for group in trainable for param in group.params),
                       default=0)  # fmt: skip
         full_gradients = sum(group.full_grads for group in trainable) + largest
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    always = sum(kept.values()) + buffers + arena
-    passes = always + activations + sum(unit.kept_after_forward for unit in planned)
+    resident = sum(kept.values()) + buffers + packed
+    # Before torch 2.12 gathered parameters lie in memory of torch's allocator, which a reshard frees.
+    always = resident + (gathered if keeps or can_swap_storage_memory() else 0)
+    passes = resident + gathered + activations + sum(unit.kept_after_forward for unit in planned)
     accumulated = full_gradients if accumulate else 0
     # A forward frees the shards' gradients at its begin. In a backward they come while the activations go, or
     # accumulated full gradients.
@@ -160,9 +162,9 @@ def memory_plan(
         "step": always + work,
     }
     return MemoryPlan(
-        ranks=ranks, strategy=strategy.name, **kept, buffers=buffers, arena=arena, full_gradients=full_gradients,
-        work=work, activations=activations, on_host=on_host, peaks=peaks, replicas=replicas,
-        units=[(unit.name or type(module).__name__, unit.count, unit.gathered) for unit in planned],
+        ranks=ranks, strategy=strategy.name, **kept, buffers=buffers, arena=gathered + packed,
+        full_gradients=full_gradients, work=work, activations=activations, on_host=on_host, peaks=peaks,
+        replicas=replicas, units=[(unit.name or type(module).__name__, unit.count, unit.gathered) for unit in planned],
     )  # fmt: skip
 
 
@@ -267,10 +269,11 @@ def _most_on_a_path(units: list[_PlannedUnit], nbytes) -> int:
     return most
 
 
-def _arena_bytes(units: list[_PlannedUnit], *, prefetches: bool, keeps: bool) -> int:
-    """Return the bytes of the blocks that a step takes: what is gathered at one time, and a group's packed gradients.
+def _arena_bytes(units: list[_PlannedUnit], *, prefetches: bool, keeps: bool) -> tuple[int, int]:
+    """Return the bytes of the blocks that a step takes for what is gathered at one time, and those of further blocks.
 
-    Packed gradients lie where the unit's parameters were gathered, if they fit and these are freed before.
+    These are for a group's packed gradients, which take the memory of the unit's gathered parameters if they fit there
+    and the parameters are freed before.
     """
     if keeps or any(unit.stays for unit in units):
         gathered = sum(unit.gathered for unit in units)
@@ -279,4 +282,4 @@ def _arena_bytes(units: list[_PlannedUnit], *, prefetches: bool, keeps: bool) ->
         if prefetches:
             gathered += sum(sorted((unit.gathered for unit in units[1:]), reverse=True)[1:2])
     packed = [(group.packed, unit.gathered) for unit in units for group in unit.groups]
-    return gathered + max((nbytes for nbytes, freed in packed if keeps or nbytes > freed), default=0)
+    return gathered, max((nbytes for nbytes, freed in packed if keeps or nbytes > freed), default=0)

@@ -491,7 +491,7 @@ def _foreach_norm(func, args, kwargs):
     if order > 0 and all(
         type(each) is RaggedTensor and each._spec.mesh is mesh and each.dtype == dtype for each in tensors
     ):
-        return list(_replicated(norms_of(tensors, order, **kwargs), mesh).unbind())
+        return [_replicated(norm, mesh) for norm in norms_of(tensors, order, **kwargs).unbind()]
     return [torch.linalg.vector_norm(each, order, **kwargs) for each in tensors]
 
 

@@ -118,7 +118,10 @@ def left_alone(program):
         ("sparse", nn.Embedding(4, 3, sparse=True), {}),
         ("mixed", nn.Linear(4, 3), {"mixed_precision": mixed_precision()}),
     ):
-        ddp = wrap(module, "plain", **options)
+        try:
+            ddp = wrap(module, "plain", **options)
+        except torch.AcceleratorError:  # torch 2.8 of CUDA where there is no GPU
+            continue
         with contextlib.suppress(RuntimeError):  # mixed precision needs CUDA
             ddp(torch.zeros(1, 4, dtype=torch.long if name == "sparse" else None))
         program.found[name] = 0, "", program.log.take()
@@ -187,6 +190,8 @@ def test_the_hook_is_registered_and_gives_the_gradients_of_plain_ddp(program, na
     ],
 )
 def test_a_model_is_left_alone_on_all_ranks(program, name, hooks, levels, text):
+    if name == "mixed" and name not in program[0]:
+        pytest.skip("torch makes no DistributedDataParallel with mixed_precision here")
     for found, expected, level in zip(program, hooks, levels, strict=True):
         apart, hook, log = found[name]
         assert hook == expected

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import tempfile
 import threading
@@ -133,11 +134,12 @@ class _Rank:
         text = f"{type(error).__name__} {error.peers}: {error}"
         # With rank 0 of several nodes goes the store in which causes are posted.
         known = not self.plan.machines or 0 not in victims
+        named = "|".join(map(str, victims))
         if known and not peers & victims:
             self.wrong.append(f"names no rank that died: {text}")
         if known and peers - victims:
             self.wrong.append(f"names a rank that lives: {text}")
-        if known and (error.rank != self.ctx.rank or not any(f"rank {rank}" in text for rank in victims)):
+        if known and (error.rank != self.ctx.rank or not re.search(rf"\b({named})\b", str(error))):
             self.wrong.append(f"says that it came on rank {error.rank}, or doesn't say why: {text}")
         limit = SOON + (TIMEOUT if self.plan.how == "stop" else 0)
         limit += INIT_TIMEOUT if self.plan.kind == "init" else 0

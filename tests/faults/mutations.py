@@ -4,6 +4,7 @@ values in it. A generator with a seed determines them.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -85,9 +86,9 @@ def mutate_json(draw: random.Random, data: bytes) -> bytes | None:
         elif how < 0.15:
             del holder[key]
         elif isinstance(holder, list):
-            holder.insert(key, draw.choice(holder))
+            holder.insert(key, copy.deepcopy(draw.choice(holder)))
         else:
-            holder[draw.choice(["", "²", "x" * 300])] = holder[key]
+            holder[draw.choice(["", "²", "x" * 300])] = copy.deepcopy(holder[key])
     return json.dumps(whole[0]).encode()
 
 
@@ -105,4 +106,5 @@ def _places(value):
 def _other_value(draw: random.Random, value):
     if isinstance(value, str) and value and draw.random() < 0.3:
         return mutate_bytes(draw, value.encode("utf-8", "surrogatepass")).decode("latin-1")
-    return draw.choice([draw.choice(_VALUES), draw.choice(_VALUES), draw.randrange(-4, 64), [value], {"a": value}])
+    others = [draw.choice(_VALUES), draw.choice(_VALUES), draw.randrange(-4, 64), [value], {"a": value}]
+    return copy.deepcopy(draw.choice(others))  # lists and dictionaries of _VALUES stay as they are
