@@ -18,6 +18,7 @@ from ..rendezvous.control import open_control
 from ..sharded import state as shards
 from ..sharded.checkpointer import Checkpointer
 from ..sharded.managed_params import units_in
+from ..sharded.optimizer_state import local_optimizer_state, optimizer_state, optimizers_of
 from ..torch_compat import tree_map_only
 from .replicas import Entry, Key, PieceReader, Version, find_keepers, find_whole, refresh
 from .state import TorchState
@@ -88,7 +89,7 @@ class ShardedState(TorchState):
             InvalidUsage: Nothing in the model is sharded, or not over the job's present ranks.
             InvalidArgument: The model isn't the version's. Nothing is loaded then.
         """
-        optimizers = [] if optimizers is None else shards.optimizers_of(optimizers)
+        optimizers = [] if optimizers is None else optimizers_of(optimizers)
         comm, over = self.channel.comm, [unit.comm for unit in units_in(model)]
         if not over:
             raise InvalidUsage("nothing in this model is sharded: take a TorchState", op=_OP, rank=comm.rank)
@@ -132,7 +133,7 @@ class ShardedState(TorchState):
         params = {shards.clean_name(name): param for name, param in shards.inner_module(model).named_parameters()}
         entries = {name: read_all(value, params.get(name)) for name, value in state["optimizer"]["state"].items()}
         given = {"state": entries, "param_groups": read_all(state["optimizer"]["param_groups"])}
-        loads = [shards.local_optimizer_state(model, optimizer, given) for optimizer in optimizers]
+        loads = [local_optimizer_state(model, optimizer, given) for optimizer in optimizers]
         shards.set_model_state_dict(model, loaded)
         for optimizer, local in zip(optimizers, loads, strict=True):
             optimizer.load_state_dict(local)
@@ -173,7 +174,7 @@ class ShardedState(TorchState):
         self._newest = next(each for each in self._versions if each.key is None or each.key != self._whole)
         self._newest.take(
             (number, self._generation, self.channel.size),
-            {"model": shards.get_model_state_dict(model), "optimizer": shards.optimizer_state(model, optimizers)},
+            {"model": shards.get_model_state_dict(model), "optimizer": optimizer_state(model, optimizers)},
             self._make_record(objects), [rank, *(keeper.index(rank) for keeper in self._keepers)],
             on_gpu=units_in(model)[0].device.type == "cuda",
         )  # fmt: skip

@@ -24,15 +24,11 @@ from .materialize import materialize
 from .memory_plan import MemoryPlan, memory_plan
 from .module import ShardedModule, UnshardHandle, register_forward_method, share_comm_ctx
 from .muon import Muon
+from .optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ragged_tensor import RaggedTensor
 from .scaler import ShardedGradScaler
-from .state import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from .state import get_model_state_dict, set_model_state_dict
 from .unit import Unit
 from .wrap import (
     CustomPolicy,

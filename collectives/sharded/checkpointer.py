@@ -35,16 +35,9 @@ from ..json_records import parse_json, parse_text
 from ..secret import read_secret, seal, unseal
 from ..torch_compat import set_nested, tree_map_only
 from .managed_params import device_of
+from .optimizer_state import local_optimizer_state, optimizer_state, optimizers_of
 from .ragged_tensor import RaggedTensor
-from .state import (
-    clean_name,
-    get_model_state_dict,
-    inner_module,
-    local_optimizer_state,
-    optimizer_state,
-    optimizers_of,
-    set_model_state_dict,
-)
+from .state import clean_name, get_model_state_dict, inner_module, set_model_state_dict
 
 __all__ = ["Checkpointer", "LoadedCheckpoint", "load", "save"]
 

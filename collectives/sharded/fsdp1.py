@@ -28,6 +28,7 @@ from .managed_params import units_in
 from .materialize import cast_buffers, prepare
 from .mesh import resolve_mesh
 from .module import ShardedModule
+from .optimizer_state import gather_optimizer_state, local_optimizer_state, optimizer_state, scatter_optimizer_state
 from .wrap import parse_ignored, units_of
 
 __all__ = ["ShardedDataParallel"]
@@ -244,9 +245,9 @@ class ShardedDataParallel(ShardedModule):
         """
         settings = ShardedDataParallel.get_state_dict_type(model)
         config = settings.optim_state_dict_config
-        made = state.optimizer_state(model, optim, raw=optim_state_dict)
+        made = optimizer_state(model, optim, raw=optim_state_dict)
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            return state.gather_optimizer_state(model, made, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
+            return gather_optimizer_state(model, made, to_cpu=config.offload_to_cpu, rank0_only=config.rank0_only)
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, made) if config.offload_to_cpu else made
 
     @staticmethod
@@ -261,8 +262,8 @@ class ShardedDataParallel(ShardedModule):
         """
         config = ShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
         if getattr(config, "rank0_only", False):
-            optim_state_dict = state.scatter_optimizer_state(model, optim_state_dict)
-        local = state.local_optimizer_state(model, optim, optim_state_dict)
+            optim_state_dict = scatter_optimizer_state(model, optim_state_dict)
+        local = local_optimizer_state(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(local)
         return local
@@ -270,13 +271,13 @@ class ShardedDataParallel(ShardedModule):
     @staticmethod
     def full_optim_state_dict(model: nn.Module, optim, optim_input=None, rank0_only: bool = True, group=None):
         """Return an optimizer's whole state by names, on the host; `rank0_only`: {} on the others. A collective."""
-        made = state.optimizer_state(model, optim)
-        return state.gather_optimizer_state(model, made, to_cpu=True, rank0_only=rank0_only)
+        made = optimizer_state(model, optim)
+        return gather_optimizer_state(model, made, to_cpu=True, rank0_only=rank0_only)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim, group=None) -> dict[str, Any]:
         """Return an optimizer's state by names, as DTensors. A local call."""
-        return state.optimizer_state(model, optim)
+        return optimizer_state(model, optim)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -286,20 +287,20 @@ class ShardedDataParallel(ShardedModule):
 
         `optim_input`: what the optimizer was made of. None: ``model.parameters()``.
         """
-        return state.local_optimizer_state(model, optim or _optimizer_of(model, optim_input), full_optim_state_dict)
+        return local_optimizer_state(model, optim or _optimizer_of(model, optim_input), full_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None, model: nn.Module, optim_input=None, optim=None, group=None
     ):
         """Return what ``optim.load_state_dict`` takes, from whole state that rank 0 has. A collective."""
-        given = state.scatter_optimizer_state(model, full_optim_state_dict)
+        given = scatter_optimizer_state(model, full_optim_state_dict)
         return ShardedDataParallel.shard_full_optim_state_dict(given, model, optim_input, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim):
         """Return what ``optim.load_state_dict`` takes, from `sharded_optim_state_dict`'s result. A local call."""
-        return state.local_optimizer_state(model, optim, sharded_optim_state_dict)
+        return local_optimizer_state(model, optim, sharded_optim_state_dict)
 
     @staticmethod
     def rekey_optim_state_dict(

@@ -16,10 +16,9 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 import collectives
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage, RemoteError
-from collectives.sharded import fully_shard
+from collectives.sharded import fully_shard, get_model_state_dict, get_optimizer_state_dict
 from collectives.sharded.checkpointer import MANIFEST, load, save
 from collectives.sharded.placement import RaggedShard
-from collectives.sharded.state import get_model_state_dict, get_optimizer_state_dict
 from tests.ddp.training import over_gloo, run
 from tests.ranks import run_ranks
 from tests.sharded.states import Net, differences, full_state_dict, one_thread, optimizer_of, sharded, train
@@ -117,7 +116,7 @@ def torchs_own(ctx, folder):
     state = get_optimizer_state_dict(ours, own, full_state_dict=True)["state"]
     for name, entries in theirs["optim"]["state"].items():
         assert torch.equal(state[name]["exp_avg"], entries["exp_avg"].full_tensor()), name
-    for at, functions in {"torchs": torchs, "ours": collectives.sharded.state}.items():
+    for at, functions in {"torchs": torchs, "ours": collectives.sharded}.items():
         shards = {
             "model": functions.get_model_state_dict(ours), "optim": functions.get_optimizer_state_dict(ours, own),
         }  # fmt: skip

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 
 from collectives.errors import InvalidArgument
 from collectives.sharded import checkpointer as module
+from collectives.sharded import get_model_state_dict, get_optimizer_state_dict
 from collectives.sharded.checkpointer import MANIFEST, Checkpointer, load
-from collectives.sharded.state import get_model_state_dict, get_optimizer_state_dict
 from tests.ddp.training import over_gloo, run
 from tests.ranks import RankFailure, run_ranks
 from tests.sharded.states import Net, differences, full_state_dict, one_thread, sharded, train

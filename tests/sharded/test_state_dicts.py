@@ -14,16 +14,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import collectives
 from collectives.errors import CollectivesError, InvalidArgument, InvalidUsage
-from collectives.sharded import MixedPrecisionPolicy, RaggedTensor, fully_shard
-from collectives.sharded.checkpointer import load, save
-from collectives.sharded.managed_params import units_in
-from collectives.sharded.state import (
+from collectives.sharded import (
+    MixedPrecisionPolicy,
+    RaggedTensor,
+    fully_shard,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    unsharded_params,
 )
+from collectives.sharded.checkpointer import load, save
+from collectives.sharded.managed_params import units_in
+from collectives.sharded.state import unsharded_params
 from tests.ddp.training import over_gloo, run
 from tests.sharded.states import IDS, Net, differences, full_state_dict, optimizer_of, sharded, train
 
