@@ -56,7 +56,11 @@ def clip_grad_norm_(
             "To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    # torch's own DTensors apart: they can't be in one foreach operation with plain tensors.
+    is_torchs = [type(param.grad) is DTensor for param in parameters]
+    for kind in set(is_torchs):
+        members = [param for param, is_one in zip(parameters, is_torchs, strict=True) if is_one is kind]
+        torch.nn.utils.clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
 
 

@@ -67,10 +67,11 @@ class CommonReads:
             for unit in units:
                 self._versions[unit] = unit.read_versions()
 
-    def note_writes(self, unit: Unit) -> None:
-        """Have a unit copy from now on if its shards were written to inside of the outermost forward."""
-        if self._is_possible and self._versions.get(unit) != unit.read_versions():
-            unit.writes_inside = True
+    def note_writes(self, unit: Unit) -> bool:
+        """Have a unit copy from now on if its shards were written to inside of the outermost forward; return that."""
+        is_written = self._is_possible and self._versions.get(unit) != unit.read_versions()
+        unit.writes_inside = unit.writes_inside or is_written
+        return is_written
 
     def begin(self, unit: Unit, *, in_forward: bool) -> None:
         """Note that a unit reads. The first one of an outermost forward waits until all ranks have begun theirs."""
@@ -100,8 +101,7 @@ class CommonReads:
         """
         self.end(_FORWARD_TAG)
         for unit in units:
-            self.note_writes(unit)
-            if unit.writes_inside and unit in self.readers:
+            if self.note_writes(unit) and unit in self.readers:
                 raise InvalidUsage(
                     f"parameters of {unit.name} were written to inside of a forward, after it had read them where the "
                     "ranks write: do it before or after the forward, or from the first step on, so that the ranks copy "

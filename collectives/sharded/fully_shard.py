@@ -23,7 +23,7 @@ from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.compilation import compile_gradient_kernels
 from ..weak_tensors import WeakTensorDict
 from .hook_state import get_reducer, ranks_of
-from .managed_params import managed_parameters
+from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .module import ShardedModule
 from .param import checksum
@@ -157,6 +157,7 @@ def shard(
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     found = managed_parameters(root, ignored, stop=lambda module: isinstance(module, ShardedModule))
     for names, _, param in found:
+        check_parameter(param, names[0])
         _check_not_sharded(param, names[0], kind, ranks.world.rank)
     reducer = get_reducer(hook_state, ranks)
     options = {
@@ -165,8 +166,8 @@ def shard(
     }  # fmt: skip
     _compare(found, kind, ranks, options)
     unit = Unit(
-        None, ranks=ranks, parameters=found, ignored_params=ignored, name=kind, mp_policy=mp_policy,
-        offload_policy=offload_policy, block=block, multiple=1 if reducer is None else reducer.multiple,
+        None, ranks=ranks, parameters=found, name=kind, mp_policy=mp_policy, offload_policy=offload_policy, block=block,
+        multiple=1 if reducer is None else reducer.multiple,
     )  # fmt: skip
     unit.set_reshard_after_forward(reshard_after_forward)
     for names, _, param in found:
@@ -178,6 +179,10 @@ def shard(
         dtypes=(unit.mp_policy.param_dtype, unit.mp_policy.reduce_dtype), device=unit.device,
     )  # fmt: skip
     unit.modules = modules
+    skipped = set(map(id, ignored))
+    unit.ignored = {
+        (part, name) for part in root.modules() for name, param in part._parameters.items() if id(param) in skipped
+    }
     watch_state_dicts(unit)
     if reducer is not None:
         reducer.add(unit)

@@ -25,6 +25,7 @@ from ..torch_compat import tree_map_only
 from .mesh import Ranks
 from .param import ParamGroup, ShardedParam, as_real
 from .quantized_gather import QuantizedAllGather
+from .ragged_tensor import RaggedTensor
 from .reduction import ReduceStages, reduce, ring_elements
 from .scheduler import living
 from .unit import Unit
@@ -222,7 +223,7 @@ class HookReducer:
     def finish(self, unit: Unit, reduced: list[tuple[ShardedParam, bool, bool]]) -> None:
         """Step a unit whose gradients are stored, if nothing must come first.
 
-        `reduced`: what `Unit.reduce` returns. Where this rank has not used a parameter, the step
+        `reduced`: what `Unit.reduce_grads` returns. Where this rank has not used a parameter, the step
         waits for the backward's end, when the ranks know whether others have.
         """
         is_offloaded = any(group.store != unit.device for group in unit.groups)  # the copies are in progress
@@ -376,16 +377,27 @@ class UnitStep(OptimizerInBackward):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a full state dict, of any number of ranks, or that of this rank's parts. A local call."""
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
-
-        def as_shard(value, param):
-            """Return this rank's part as a shard; the optimizer's own ``load_state_dict`` converts all else."""
-            is_part = isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.dim()
-            if is_part and value.shape == param._local_tensor.shape != param.shape:
-                return param.detach().like(value.to(param._local_tensor.device))
-            return value
-
+        names = {id(param.sharded): param.name for unit in self._find_units() for param in unit.params}
         states = {
-            number: {key: as_shard(value, params[number]) for key, value in state.items()}
+            number: {key: _as_shard(key, value, params[number], names) for key, value in state.items()}
             for number, state in state_dict["state"].items()
         }
         self.optimizer.load_state_dict({**state_dict, "state": states})
+
+
+def _as_shard(key: str, value, param: torch.Tensor, names: dict[int, str]):
+    """Return a plain tensor of a parameter's state as a shard, from the whole or from this rank's part. The optimizer's
+    own ``load_state_dict`` converts DTensors.
+    """
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and key != "step"
+    if not is_plain or not isinstance(param, RaggedTensor):
+        return value
+    local = param._local_tensor
+    if value.shape == param.shape:
+        value = param.ragged.cut(value, param.shard_rank)
+    elif value.shape != local.shape:
+        raise InvalidArgument(
+            f"the {key} to load of {names.get(id(param), 'a parameter')} has the shape {tuple(value.shape)}: neither "
+            f"the parameter's, {tuple(param.shape)}, nor this rank's part's, {tuple(local.shape)}"
+        )
+    return param.detach().like(value.to(local.device))

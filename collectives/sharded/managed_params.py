@@ -22,7 +22,7 @@ def managed_parameters(
 ) -> list[tuple[list[str], list[tuple[nn.Module, str]], nn.Parameter]]:
     """Return (names, places, parameter) of a module's parameters, each once.
 
-    Modules for which `stop` is true, and those inside, are left out. Raises `InvalidArgument` as `check_parameter`.
+    Modules for which `stop` is true, and those inside, are left out.
     """
     ignored = set(map(id, ignored))
     found: dict[int, tuple] = {}
@@ -38,8 +38,6 @@ def managed_parameters(
         for attribute, param in each._parameters.items():
             if param is None or id(param) in ignored:
                 continue
-            if id(param) not in found:
-                check_parameter(param, prefix + attribute)
             names, places, _ = found.setdefault(id(param), ([], [], param))
             names.append(prefix + attribute)
             places.append((each, attribute))

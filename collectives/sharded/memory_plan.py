@@ -114,9 +114,10 @@ def memory_plan(
     Raises:
         InvalidArgument: By name.
     """
-    _check(module, ranks, units, replicas)
     if strategy is None and isinstance(module, ShardedModule):
-        strategy, replicas = _strategy_of(units_in(module)[0])
+        strategy, found = _strategy_of(module._sharded_unit)
+        replicas = found if replicas == 1 else replicas
+    _check(module, ranks, units, replicas)
     strategy = parse_enum(ShardingStrategy, strategy or "FULL_SHARD", "strategy")
     if strategy.shape == "replicate":
         replicas = ranks
@@ -239,7 +240,8 @@ def _plan_units(module, given, shards: int, policy, in_place: bool, ignored, res
             its = its if reshards is None else reshards
             params = [param.sharded for param in unit.params]
             its_policy = policy or unit.mp_policy
-            made.append(_PlannedUnit(names[unit.modules[0]], params, shards, its_policy, in_place, its))
+            name = next((names[part] for part in unit.modules if part in names), "")
+            made.append(_PlannedUnit(name, params, shards, its_policy, in_place, its))
         return made
     chosen = _choose(module, given)
     for each in (part for part in names if part in chosen):

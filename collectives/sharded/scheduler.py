@@ -190,12 +190,15 @@ class Scheduler:
     def _warn_of_strangers(self, root: torch.nn.Module) -> None:
         """Warn of trainable parameters of an outermost module that are of no unit: each rank trains its own."""
         units = units_in(root)
-        known = {id(param.sharded) for unit in units for param in unit.params}.union(*(unit.ignored for unit in units))
+        known = {place for unit in units for param in unit.params for place in param.places}
+        known.update(*(unit.ignored for unit in units))
         strange = [
-            name for name, param in root.named_parameters()
-            if param.requires_grad and id(param) not in known and isinstance(param, torch.nn.Parameter)
-        ]  # fmt: skip
-        if strange and not any(unit.holds_copies for unit in units):
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, module in root.named_modules()
+            for name, param in module._parameters.items()
+            if param is not None and param.requires_grad and (module, name) not in known
+        ]
+        if strange:
             warnings.warn(
                 f"parameters that this {type(root).__name__} got after it was sharded are not reduced, so that the "
                 f"ranks train different ones: {', '.join(strange[:8])}{' and others' if len(strange) > 8 else ''}. "
@@ -297,9 +300,10 @@ class Scheduler:
     def post_backward(self, unit: Unit) -> None:
         """Note that the gradients of one forward's inputs are there."""
         self._begin_backward()
-        if unit.backwards_left is None:  # no output of it has a hook
+        if unit.backwards_left is None:  # no gradient of an output has come: one has, of a tensor that it has kept
             self._expect_gradients(unit)
             unit.backwards_left += 1
+        self._in_backward[unit] = None
         unit.backwards_left -= 1
         if unit.backwards_left <= 0:
             self._finish(unit)
@@ -371,7 +375,8 @@ class Scheduler:
             return
         roots = {unit.root for unit in ending}
         for unit in list(self._awaiting):
-            if unit.root in roots:  # those of other models have a backward of their own, or none
+            # Those of other models have a backward of their own, or none.
+            if unit.root in roots and unit.is_last_backward:
                 self._finish(unit)
         for unit in ending:
             if unit.reshard_after_backward:

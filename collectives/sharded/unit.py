@@ -16,7 +16,7 @@ from ..comm.communicator import Communicator
 from ..comm.tags import make_tag, tagged
 from ..errors import InvalidArgument, InvalidUsage
 from ..gradients.step_count import count_steps, forget_steps
-from .managed_params import managed_parameters
+from .managed_params import check_parameter, managed_parameters
 from .mesh import Ranks, resolve_mesh
 from .param import ParamGroup, ShardedParam, checksum
 from .policies import MixedPrecisionPolicy, parse_mp_policy, parse_offload_policy
@@ -68,6 +68,8 @@ class Unit:
     ):  # fmt: skip
         self.ranks = resolve_mesh(module, comm, mesh) if ranks is None else ranks
         found = managed_parameters(module, ignored_params) if parameters is None else parameters
+        for names, _, param in found:
+            check_parameter(param, names[0])
         self.name = type(module).__name__ if name is None else name
         self.mp_policy = parse_mp_policy(mp_policy)
         self.stages = ReduceStages()
@@ -94,7 +96,7 @@ class Unit:
         self.is_converted = True
         self._count_steps()
         self.modules: list[nn.Module] = []  # whose forward gathers it
-        self.ignored = frozenset(map(id, ignored_params))  # parameters of these that stay as they are
+        self.ignored: set[tuple[nn.Module, str]] = set()  # places of parameters of these that stay as they are
         self._not_run: set[nn.Module] = set()  # of these, in the forward in progress
         self.index = self.scheduler.add(self)
         self._comms = list({id(comm): comm for comm in self.ranks[1:4] if comm is not None}.values())

@@ -95,7 +95,7 @@ def _run(module: nn.Module, policy, ignored: set[nn.Module], ignored_params) -> 
         _check_function(policy)
         found: dict[nn.Module, Any] = {}
 
-        def note(submodule):
+        def note(submodule, **_):
             found[submodule] = {}
             return submodule
 

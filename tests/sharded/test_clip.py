@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_ as clip_of_torch
 
 from collectives.errors import InvalidArgument, InvalidUsage
@@ -95,6 +95,11 @@ def mix(ctx):
     rows += [clip_grad_norm_(shards, 1.0).item(), clip_grad_norm_([], 1.0).item()]
     with pytest.raises(InvalidArgument, match="above 0"):
         clip_grad_norm_(shards, 1.0, 0)
+    replica, alone = nn.Parameter(distribute_tensor(full[0], meshes[0], [Replicate()])), nn.Parameter(full[0].clone())
+    for param in (replica, alone):
+        param.grad = param.detach().clone()
+    clip_grad_norm_([replica, alone], 0.5)
+    assert torch.equal(whole(replica.grad), alone.grad)
     torchs = nn.Parameter(distribute_tensor(full[0], meshes[0], [Shard(0)]))
     torchs.grad = torchs.detach().clone()
     with pytest.raises(InvalidUsage, match=r"Shard\(dim=0\)"):

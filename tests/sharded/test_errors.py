@@ -272,11 +272,15 @@ def modules_put_in_later(ctx):
     found = []
     for late, ignored in ((True, False), (False, False), (False, True)):
         model = make_model()
+        if not late:
+            model.to("meta")
         frozen = nn.Linear(5, 5)
         own = nn.Linear(5, 5)
         if ignored:
             model.append(own)
         fully_shard(model, ignored_params=list(own.parameters()))
+        if not late:  # which makes other objects of ignored parameters
+            model.to_empty(device="cpu").unshard()
         if late:
             model.append(nn.Linear(5, 5))
             model.append(frozen.requires_grad_(False))

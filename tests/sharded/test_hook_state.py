@@ -293,6 +293,7 @@ def test_scalers_agree(tmp_path):
 @over_gloo
 def steps_in_backward(ctx):
     unused_branches(ctx)
+    state_of_one_element(ctx)
     steps_that_are_left_out(ctx)
     frees_memory(ctx)
     frozen_parameters(ctx)
@@ -349,6 +350,27 @@ def check_optimizer_state(state, other):
         again.load_optimizer_state_dict(pickle.loads(pickle.dumps(saved)))
         found = again.optimizer_state_dict()["state"]
         assert all(torch.equal(found[n][key], value) for n, each in wanted.items() for key, value in each.items())
+
+
+def state_of_one_element(ctx):
+    """The state of parameters of one element loads, whole and as a part, and another shape is refused by name."""
+    states = [HookState(), HookState()]
+    for state in states:
+        model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 1))
+        fully_shard(model, hook_state=state)
+        state.optimizer = adamw(model.parameters())
+        if state is states[0]:
+            model(torch.ones(2, 12)).sum().backward()
+            state.optimizer.step()
+    want = states[0].optimizer_state_dict()
+    for full in (True, False):
+        states[1].load_optimizer_state_dict(states[0].optimizer_state_dict(full=full))
+        found = states[1].optimizer_state_dict()["state"]
+        for number, entries in want["state"].items():
+            assert all(torch.equal(found[number][key], value) for key, value in entries.items())
+    want["state"][0]["exp_avg"] = torch.ones(3)
+    with pytest.raises(InvalidArgument, match=r"exp_avg to load of 0.weight has the shape \(3,\): neither"):
+        states[1].load_optimizer_state_dict(want)
 
 
 def steps_that_are_left_out(ctx):

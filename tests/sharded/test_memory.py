@@ -14,6 +14,7 @@ from collectives.sharded import (
     ModuleWrapPolicy,
     ShardedDataParallel,
     ShardingStrategy,
+    fully_shard,
     memory_plan,
 )
 from collectives.torch_compat import can_swap_storage_memory
@@ -164,6 +165,16 @@ def plans_of_sharded(ctx):
         own = memory_plan(model, ctx.size, None)
         found.append((made.peaks, own.peaks, made.parameters, own.parameters))
     return found
+
+
+def test_plan_beside_sharded_and_ignored_parameters():
+    def build(comm):
+        model = nn.Sequential(nn.Linear(50, 100, bias=False), nn.Linear(100, 50, bias=False))
+        fully_shard(model[0], comm=comm)
+        plan = memory_plan(model, 2, None)
+        return plan.parameters, memory_plan(model, 2, None, ignored_params=list(model[0].parameters())).parameters
+
+    assert build(collectives.init()) == (20_000, 10_000)
 
 
 def test_plan_of_a_sharded_module_takes_its_strategy(tmp_path):

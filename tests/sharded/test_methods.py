@@ -314,6 +314,27 @@ def after_an_error_at_the_end_of_a_backward(ctx):
     assert not differences(step(), want)
 
 
+class Keeps(nn.Module):
+    """Keeps a tensor whose loss a program adds by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        self.kept = x + self.scale
+        return self.kept * 2
+
+
+def a_loss_of_a_kept_tensor_alone(ctx):
+    model = fully_shard(Keeps())
+    for _ in range(2):
+        model(torch.ones(1, 2, requires_grad=True))
+        model.kept.sum().backward()
+        assert torch.equal(model.scale.grad.full_tensor(), torch.ones(2))
+        model.zero_grad()
+
+
 def two_models(ctx):
     """Settings of one model, and its reset, leave another one alone."""
     first, second = (fully_shard(nn.Linear(2, 2)) for _ in range(2))
@@ -322,6 +343,10 @@ def two_models(ctx):
     second(x).sum().backward()
     assert second.weight.grad is not None
     first.set_is_last_backward(True)
+    whole = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    fully_shard(whole)[0].set_is_last_backward(False)
+    whole(x).sum().backward()
+    assert whole[0].weight.grad is None and whole[1].weight.grad is not None
     second.zero_grad()
     second.set_requires_gradient_sync(False)
     second(x).sum().backward()
@@ -347,7 +372,7 @@ def one_process_with_the_batches(ctx):
 METHODS = [
     custom_collectives, hooks_and_divisors, unshard_and_prefetch, last_backward, forward_method, unshard_in_backward,
     fixed_settings, an_embedding_beside_ddp, parts_of_a_unit, classes, after_an_error_at_the_end_of_a_backward,
-    two_models, one_process_with_the_batches,
+    a_loss_of_a_kept_tensor_alone, two_models, one_process_with_the_batches,
 ]  # fmt: skip
 
 
