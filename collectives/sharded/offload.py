@@ -40,5 +40,5 @@ class GradientOffload:
     def wait(self) -> None:
         """Wait on the host for all copies. With offloading this is the host's only wait in a step of one backward."""
         event, self._event = self._event, None
-        if event is not None:
+        if event is not None and not cuda_state.is_capturing(None):  # the device is idle when a capture begins
             event.synchronize()
