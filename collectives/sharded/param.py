@@ -265,16 +265,17 @@ class ParamGroup:
     # ---- Gathering.
 
     def all_gather(self, *, in_place=False, custom=None, wire=None, neighbours=None, async_op: bool = False):
-        """Gather the parameters into memory of the arena. A collective.
+        """Gather the parameters. A collective. The first of these ways that can be is taken:
 
-        Args:
-            in_place: On one host let the full parameters lie in the ranks' shards themselves. Nothing is copied.
-                The caller keeps the ranks from writing to them meanwhile.
-            custom: A user's function in place of the communicator's all-gather.
-            wire: A `QuantizedAllGather`, in whose format parameters are sent.
-            neighbours: The communicator of the ranks that have kept the parameters between them
-                after the forward.
-            async_op: Return the work in progress.
+        1. `in_place`, without `wire` and `custom`: on one host let the full parameters lie in the ranks' shards
+           themselves. Nothing is copied. The caller keeps the ranks from writing to them meanwhile.
+        2. `neighbours`: among the ranks of this communicator, which have kept the parameters between them after the
+           forward.
+        3. `wire`: in the format of a `QuantizedAllGather`, where it takes fewer bytes.
+        4. `custom`: by a user's function.
+        5. By the communicator.
+
+        All but the first take memory of the arena. With `async_op` it returns the work in progress.
         """
         if self.is_gathered:
             return None
