@@ -153,6 +153,11 @@ Segment* Segment::attach(int fd, uint64_t segment_id, int nranks, Error* error) 
     found->second->users_++;
     return found->second;
   }
+  if (fd < 0) {
+    *error = make_error(collHostErrorSystem,
+                        "rank 0's shared memory could not be received: this process has no file descriptor left");
+    return nullptr;
+  }
   off_t end = lseek(fd, 0, SEEK_END);  // not fstat(), whose symbol in glibc is of 2.33
   if (end < static_cast<off_t>(sizeof(Header))) {
     *error = make_error(collHostErrorSystem, "what rank 0 sent is not a segment");

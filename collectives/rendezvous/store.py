@@ -8,8 +8,10 @@ that fails, fails on every rank that has come, with the same error:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import socket
 import threading
 import time
@@ -107,7 +109,7 @@ class StoreRendezvous:
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
             kind, peers = (RemoteError, (self.server,)) if self._is_client() else (TransportError, ())
             self.stale = self._is_client() and not self._server_arrived
-            text = f"{self.where} has gone away or failed: {first_line(error)}"
+            text = f"{self.where} has gone away or failed: {first_line(error)}{_exhaustion()}"
             ended = self._find_ended_ranks()
             if ended:
                 kind, peers = RemoteError, tuple(ended)
@@ -232,3 +234,14 @@ class StoreRendezvous:
 
 def _purpose(key: str) -> str:
     return f"rendezvous/{key}"
+
+
+def _exhaustion() -> str:
+    """Say that this process has no file descriptor left, which torch's stores don't."""
+    try:
+        os.close(os.dup(0))
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"; this process has all {most} file descriptors that it may have"
+    return ""
