@@ -109,7 +109,7 @@ class StoreRendezvous:
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, in some stores a plain one
             kind, peers = (RemoteError, (self.server,)) if self._is_client() else (TransportError, ())
             self.stale = self._is_client() and not self._server_arrived
-            text = f"{self.where} has gone away or failed: {first_line(error)}{_exhaustion()}"
+            text = f"{self.where} has gone away or failed: {first_line(error)}{_describe_exhaustion()}"
             ended = self._find_ended_ranks()
             if ended:
                 kind, peers = RemoteError, tuple(ended)
@@ -236,10 +236,10 @@ def _purpose(key: str) -> str:
     return f"rendezvous/{key}"
 
 
-def _exhaustion() -> str:
-    """Say that this process has no file descriptor left, which torch's stores don't."""
+def _describe_exhaustion() -> str:
+    """Return that this process has no file descriptor left, which torch's stores don't say; "" where it has one."""
     try:
-        os.close(os.dup(0))
+        os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -52,9 +52,11 @@ class CommonReads:
         In its first steps it copies: by then a program has shown whether it writes to parameters inside of a
         forward. A unit that stays gathered between forwards copies, too: ranks may make different numbers of these.
         """
+        if not self._is_possible:
+            return False
         stays = unit.reshard_after_forward is False or not unit.reshard_after_backward
         is_new = self._steps - self._first_steps[unit] < _COPIED_STEPS
-        return self._is_possible and not (stays or is_new or unit.writes_inside or is_transformed())
+        return not (stays or is_new or unit.writes_inside or is_transformed())
 
     def begin_forward(self, units: Iterable[Unit]) -> None:
         """Begin an outermost forward. What was read before is dropped: ranks may have written to their shards since."""

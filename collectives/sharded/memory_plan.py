@@ -16,7 +16,7 @@ from .managed_params import managed_parameters, units_in
 from .mesh import find_device
 from .module import ShardedModule
 from .optimizer_cost import OptimizerCost
-from .policies import parse_mp_policy
+from .policies import dtypes_of, parse_mp_policy
 from .wrap import units_of
 
 __all__ = ["MemoryPlan", "memory_plan"]
@@ -115,8 +115,8 @@ def memory_plan(
         InvalidArgument: By name.
     """
     if strategy is None and isinstance(module, ShardedModule):
-        strategy, found = _strategy_of(module._sharded_unit)
-        replicas = found if replicas == 1 else replicas
+        strategy, own_replicas = _strategy_of(module._sharded_unit)
+        replicas = own_replicas if replicas == 1 else replicas
     _check(module, ranks, units, replicas)
     strategy = parse_enum(ShardingStrategy, strategy or "FULL_SHARD", "strategy")
     if strategy.shape == "replicate":
@@ -128,7 +128,7 @@ def memory_plan(
     device = find_device(module, None) if device is None else torch.device(device)
     keeps = strategy is ShardingStrategy.SHARD_OPTIMIZER
     in_place = device.type == "cpu" and can_swap_storage_memory() and not keeps
-    planned = _plan_units(module, units, shards, mp_policy, in_place, set(map(id, ignored_params)), reshards)
+    planned = _plan_units(module, units, shards, mp_policy, in_place, list(ignored_params), reshards)
     groups = [group for unit in planned for group in unit.groups]
     trainable = [group for group in groups if group.trains]
 
@@ -186,7 +186,7 @@ def _strategy_of(unit) -> tuple[ShardingStrategy, int]:
     if not unit.reshard_after_backward:
         return ShardingStrategy.SHARD_OPTIMIZER, replicas
     if unit.comm.size == 1 < replicas:
-        return ShardingStrategy.NO_SHARD, replicas
+        return ShardingStrategy.NO_SHARD, 1  # of any number of ranks
     if replicas > 1:
         return ShardingStrategy.HYBRID_SHARD, replicas
     return ShardingStrategy.FULL_SHARD, 1
@@ -201,9 +201,7 @@ class _Group:
     def __init__(self, params: list[nn.Parameter], policy):
         self.params = params
         dtype, self.trains = params[0].dtype, params[0].requires_grad
-        casts = dtype.is_floating_point
-        self.computes_in = policy.param_dtype if casts and policy.param_dtype is not None else dtype
-        reduces_in = policy.reduce_dtype if casts and policy.reduce_dtype is not None else self.computes_in
+        self.computes_in, reduces_in = dtypes_of(dtype, policy.param_dtype, policy.reduce_dtype)
         count = sum(param.numel() for param in params)
         self.casts = self.computes_in != dtype
         self.nbytes, self.full = count * dtype.itemsize, count * self.computes_in.itemsize
@@ -245,8 +243,7 @@ def _plan_units(module, given, shards: int, policy, in_place: bool, ignored, res
         return made
     chosen = _choose(module, given)
     for each in (part for part in names if part in chosen):
-        found = managed_parameters(each, stop=lambda part: part in chosen)
-        params = [param for _, _, param in found if id(param) not in ignored]
+        params = [param for _, _, param in managed_parameters(each, ignored, stop=lambda part: part in chosen)]
         made.append(_PlannedUnit(names[each], params, shards, parse_mp_policy(policy), in_place, reshards))
     return made
 

@@ -18,7 +18,16 @@ from ..torch_compat import init_optimizer_state, tree_map_only
 from ..torch_patches import patch_optimizer_load
 from .managed_params import units_in
 from .ragged_tensor import RaggedTensor
-from .state import clean_name, inner_module, is_first, naming, part_of, read_options, scatter, whole_of
+from .state import (
+    clean_name,
+    inner_module,
+    is_first,
+    named_in_errors,
+    part_of,
+    read_options,
+    scatter_from_rank0,
+    whole_of,
+)
 
 __all__ = [
     "gather_optimizer_state", "get_optimizer_state_dict", "local_optimizer_state", "optimizer_state", "optimizers_of",
@@ -139,7 +148,7 @@ def gather_optimizer_state(
 
     state = {}
     for name, entries in made["state"].items():
-        with naming(f"get_optimizer_state_dict() of {name}"):
+        with named_in_errors(f"get_optimizer_state_dict() of {name}"):
             state[name] = tree_map_only(torch.Tensor, gather, entries)
     return {**made, "state": state} if keeps else {}
 
@@ -176,8 +185,8 @@ def scatter_optimizer_state(model: nn.Module, given: dict[str, Any] | None) -> d
     def param_of(path: tuple):
         return params.get(path[1]) if path[0] == "state" and len(path) == 3 else None
 
-    with naming("set_optimizer_state_dict(broadcast_from_rank0=True)"):
-        return scatter(model, given, param_of)
+    with named_in_errors("set_optimizer_state_dict(broadcast_from_rank0=True)"):
+        return scatter_from_rank0(model, given, param_of)
 
 
 def local_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
@@ -223,7 +232,7 @@ def _convert_optimizer_state(optimizer: torch.optim.Optimizer, given: dict[str, 
         param = owners.get(number)
         if isinstance(param, RaggedTensor):
             known = kinds.get(param, {})
-            with naming(f"load_state_dict() of an optimizer, at {number}"):
+            with named_in_errors(f"load_state_dict() of an optimizer, at {number}"):
                 entries = {
                     key: _convert_entry(f"{key} of {number}", key, value, param, known.get(key))
                     for key, value in entries.items()

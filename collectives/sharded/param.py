@@ -23,6 +23,7 @@ from .arena import Arena, Block
 from .layout import plan_layout
 from .mesh import Ranks
 from .placement import RaggedShard
+from .policies import dtypes_of
 from .ragged_tensor import RaggedTensor
 
 __all__ = ["ParamGroup", "ShardedParam", "as_real", "checksum"]
@@ -123,9 +124,7 @@ class ParamGroup:
         self.rank = ranks.comm.rank
         originals = [original for _, original in members]
         self.dtype, self.requires_grad = originals[0].dtype, originals[0].requires_grad
-        casts = self.dtype.is_floating_point
-        self.gather_dtype = gather_dtype if casts and gather_dtype is not None else self.dtype
-        self.reduce_dtype = reduce_dtype if casts and reduce_dtype is not None else self.gather_dtype
+        self.gather_dtype, self.reduce_dtype = dtypes_of(self.dtype, gather_dtype, reduce_dtype)
         self.store, self._pinned = store, pinned
         self._wire = None  # the `QuantizedAllGather` in whose format the parameters were gathered
         sizes = [original.numel() for original in originals]

@@ -14,6 +14,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "check_floating",
+    "dtypes_of",
     "parse_mp_policy",
     "parse_offload_policy",
 ]
@@ -39,6 +40,15 @@ def parse_mp_policy(given) -> MixedPrecisionPolicy:
         raise InvalidArgument(f"mp_policy must be a MixedPrecisionPolicy, not {given!r:.60}", op="fully_shard")
     check_floating(given, "param_dtype", "reduce_dtype", "output_dtype")
     return given
+
+
+def dtypes_of(
+    dtype: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return in which dtypes parameters are gathered, and their gradients reduced, for a policy's two dtypes."""
+    if not dtype.is_floating_point:
+        return dtype, dtype
+    return param_dtype or dtype, reduce_dtype or param_dtype or dtype
 
 
 def parse_offload_policy(given) -> CPUOffloadPolicy | None:

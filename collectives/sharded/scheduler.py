@@ -179,7 +179,7 @@ class Scheduler:
             for name, module in root.named_modules():
                 if name and hasattr(module, "_sharded_unit"):
                     module._sharded_unit.set_name(f"{name} ({type(module).__name__})")
-            self._warn_of_strangers(root)
+            self._warn_of_unmanaged(root)
         units = self.units
         self.reads.begin_forward(units)
         for unit in units:
@@ -187,21 +187,21 @@ class Scheduler:
         self._forward = {}
         self.side.wait_for_current()  # for what an optimizer has written
 
-    def _warn_of_strangers(self, root: torch.nn.Module) -> None:
+    def _warn_of_unmanaged(self, root: torch.nn.Module) -> None:
         """Warn of trainable parameters of an outermost module that are of no unit: each rank trains its own."""
         units = units_in(root)
         known = {place for unit in units for param in unit.params for place in param.places}
         known.update(*(unit.ignored for unit in units))
-        strange = [
+        unmanaged = [
             f"{prefix}.{name}".lstrip(".")
             for prefix, module in root.named_modules()
             for name, param in module._parameters.items()
             if param is not None and param.requires_grad and (module, name) not in known
         ]
-        if strange:
+        if unmanaged:
             warnings.warn(
                 f"parameters that this {type(root).__name__} got after it was sharded are not reduced, so that the "
-                f"ranks train different ones: {', '.join(strange[:8])}{' and others' if len(strange) > 8 else ''}. "
+                f"ranks train different ones: {', '.join(unmanaged[:8])}{' and others' if len(unmanaged) > 8 else ''}. "
                 "Change modules before fully_shard, or name what each rank trains alone in ignored_params",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
@@ -300,7 +300,7 @@ class Scheduler:
     def post_backward(self, unit: Unit) -> None:
         """Note that the gradients of one forward's inputs are there."""
         self._begin_backward()
-        if unit.backwards_left is None:  # no gradient of an output has come: one has, of a tensor that it has kept
+        if unit.backwards_left is None:  # the backward has begun at a tensor that the unit keeps, and not at an output
             self._expect_gradients(unit)
             unit.backwards_left += 1
         self._in_backward[unit] = None

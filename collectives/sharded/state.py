@@ -30,15 +30,15 @@ from .ragged_tensor import RaggedTensor
 
 __all__ = [
     "as_shards", "clean_name", "gather_entries", "get_model_state_dict", "inner_module", "is_first",
-    "load_into_shards", "naming", "part_of", "read_options", "scatter", "set_model_state_dict", "unsharded_params",
-    "wants_shards", "watch_state_dicts", "whole_of",
+    "load_into_shards", "named_in_errors", "part_of", "read_options", "scatter_from_rank0", "set_model_state_dict",
+    "unsharded_params", "wants_shards", "watch_state_dicts", "whole_of",
 ]  # fmt: skip
 
 _INFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of checkpoint wrappers
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def named_in_errors(what: str) -> Iterator[None]:
     """Say in errors of collectives what this rank was in."""
     try:
         yield
@@ -148,7 +148,7 @@ class _LoadHook(_Hook):
                 value = value.reshape(())
             if value.shape != param.shape:
                 continue
-            with naming(f"load_state_dict() of {key}"):
+            with named_in_errors(f"load_state_dict() of {key}"):
                 value = param.detach().like(part_of(value, param))
             if local_metadata.get("assign_to_params_buffers") and not param.is_meta:
                 param.copy_(value)
@@ -215,7 +215,7 @@ def gather_entries(
         if isinstance(value, torch.Tensor):
             same = id(params.get(key, value))
             if same not in made:
-                with naming(f"state_dict() of {key}"):
+                with named_in_errors(f"state_dict() of {key}"):
                     whole = whole_of(value)
                 made[same] = (whole.cpu() if to_cpu else whole) if keeps else value
             entries[key] = made[same]
@@ -262,7 +262,7 @@ def unsharded_params(
         return whole.cpu() if offload_to_cpu else whole
 
     for unit, param in params:
-        with naming(f"the whole parameters of unit {unit.name}, at {param.name}"):
+        with named_in_errors(f"the whole parameters of unit {unit.name}, at {param.name}"):
             data = gather(param.sharded)
             grad = gather(param.sharded.grad) if with_grads and param.sharded.grad is not None else None
         if not rank0_only or unit.world.rank == 0:
@@ -372,13 +372,13 @@ def set_model_state_dict(
         own = inner.state_dict(keep_vars=True)
     keys = {clean_name(key): key for key in own}
     if broadcast_from_rank0:
-        with naming("set_model_state_dict(broadcast_from_rank0=True)"):
-            model_state_dict = scatter(model, model_state_dict, lambda path: own.get(keys.get(path[0])))
+        with named_in_errors("set_model_state_dict(broadcast_from_rank0=True)"):
+            model_state_dict = scatter_from_rank0(model, model_state_dict, lambda path: own.get(keys.get(path[0])))
     given = {keys.get(name, name): value for name, value in model_state_dict.items()}
     return inner.load_state_dict(given, strict=strict, assign=any(param.is_meta for param in inner.parameters()))
 
 
-def scatter(model: nn.Module, given: Any, param_of: Callable[[tuple], Any]):
+def scatter_from_rank0(model: nn.Module, given: Any, param_of: Callable[[tuple], Any]):
     """Return what rank 0 has, with each tensor of a parameter's shape as a shard. A collective.
 
     `param_of`: returns the parameter of a path of keys, or None.

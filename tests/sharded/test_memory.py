@@ -163,6 +163,8 @@ def plans_of_sharded(ctx):
         made = memory_plan(nn.Linear(50, 100, bias=False), ctx.size, None, strategy)
         model = ShardedDataParallel(nn.Linear(50, 100, bias=False), sharding_strategy=strategy)
         own = memory_plan(model, ctx.size, None)
+        if strategy is S.NO_SHARD:
+            assert memory_plan(model, 3, None).parameters == own.parameters  # of any number of ranks
         found.append((made.peaks, own.peaks, made.parameters, own.parameters))
     return found
 
